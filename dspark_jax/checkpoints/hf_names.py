@@ -1,0 +1,99 @@
+"""Hugging Face tensor names and orientations against our parameter trees, once for both directions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+
+from dspark_jax.core.errors import InputError
+from dspark_jax.targets.config import DecoderConfig
+from dspark_jax.targets.decoder import Decoder
+
+Path = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParamSlot:
+    """Where one tensor of a file goes.
+
+    Attributes:
+      path: keys into the nested parameter dict.
+      transpose: files keep matrices [out, in], we keep them [in, out].
+      shape: shape in the file.
+      axes: logical axes of our (already transposed) parameter.
+    """
+
+    path: Path
+    transpose: bool
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+
+
+# Within one layer: our names -> theirs.
+LAYER_NAMES = {
+    "input_norm/scale": "input_layernorm.weight",
+    "post_attention_norm/scale": "post_attention_layernorm.weight",
+    "attention/q_norm/scale": "self_attn.q_norm.weight",
+    "attention/k_norm/scale": "self_attn.k_norm.weight",
+    **{
+        f"attention/{ours}/{part}": f"self_attn.{ours}_proj.{theirs}"
+        for ours in "qkvo"
+        for part, theirs in (("kernel", "weight"), ("bias", "bias"))
+    },
+    **{
+        f"mlp/{ours}/{part}": f"mlp.{ours}_proj.{theirs}"
+        for ours in ("gate", "up", "down")
+        for part, theirs in (("kernel", "weight"), ("bias", "bias"))
+    },
+}
+TARGET_NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "final_norm/scale": "model.norm.weight",
+    "lm_head/kernel": "lm_head.weight",
+}
+
+
+def hf_name(path: Path, names: dict[str, str], layer_prefix: str) -> str:
+    """Their name of our parameter `path`; `layers_3/...` becomes `<layer_prefix>3.<name in the layer>`."""
+    joined = "/".join(path)
+    try:
+        if path[0].startswith("layers_"):
+            return f"{layer_prefix}{path[0].removeprefix('layers_')}.{LAYER_NAMES['/'.join(path[1:])]}"
+        return names[joined]
+    except KeyError:
+        raise InputError(
+            given=f"parameter {joined}",
+            expected="a parameter with a name in the file format",
+            fix="add it to hf_names.py",
+        ) from None
+
+
+def flat_boxes(boxed_params: dict[str, Any]) -> dict[Path, Any]:
+    """Path -> box (value and logical axes) of every parameter."""
+    return traverse_util.flatten_dict(boxed_params, is_leaf=lambda _, x: isinstance(x, nn.Partitioned))
+
+
+def slots(boxed_params: dict[str, Any], names: dict[str, str], layer_prefix: str) -> dict[str, ParamSlot]:
+    """File name -> slot for every parameter of an abstract, boxed tree (`eval_shape` of a module's init)."""
+    result = {}
+    for path, box in flat_boxes(boxed_params).items():
+        transpose = path[-1].endswith("kernel") or path[-1] == "w2"
+        shape = tuple(box.value.shape)
+        result[hf_name(path, names, layer_prefix)] = ParamSlot(
+            path=path, transpose=transpose, shape=shape[::-1] if transpose else shape, axes=tuple(box.names)
+        )
+    return result
+
+
+@functools.cache
+def hf_tensor_map(config: DecoderConfig) -> dict[str, ParamSlot]:
+    """HF tensor name -> slot for every parameter of a target."""
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    boxed = jax.eval_shape(Decoder(config).init, jax.random.key(0), tokens)["params"]
+    return slots(boxed, TARGET_NAMES, "model.layers.")

@@ -1,0 +1,42 @@
+"""The `dspark` command: a table of sub-commands, each a dataclass of flags and a `run` beside it."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+
+import tyro
+
+from dspark_jax.core.errors import InputError
+
+# name -> (module, class of its flags, one line of help)
+COMMANDS = {
+    "regenerate": ("regenerate", "Regenerate", "let the target answer prompts: the data that drafters learn from"),
+    "cache-features": ("cache_features", "CacheFeatures", "store the target's features for several epochs of training"),
+    "evaluate": ("evaluate", "Evaluate", "measure accepted length and acceptance per position on held-out prompts"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one sub-command; `dspark <command> --help` documents its flags."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    if not argv or argv[0] not in COMMANDS:
+        print("usage: dspark <command> [flags]\n", file=sys.stderr)
+        for name, (_, _, summary) in COMMANDS.items():
+            print(f"  {name:16s}{summary}", file=sys.stderr)
+        sys.exit(0 if argv in (["--help"], ["-h"]) else 2)
+    module_name, flags, _ = COMMANDS[argv[0]]
+    module = importlib.import_module(f"dspark_jax.commands.{module_name}")
+    config = tyro.cli(getattr(module, flags), args=argv[1:], prog=f"dspark {argv[0]}")
+    run_or_explain(module.run, config)
+
+
+def run_or_explain(function, *args) -> None:
+    """Calls a front door; a problem in the user's input becomes a message and exit code 2, not a traceback."""
+    try:
+        function(*args)
+    except InputError as error:
+        sys.exit(f"error\n  given:     {error.given}\n  expected:  {error.expected}\n  to fix it: {error.fix}")

@@ -1,0 +1,177 @@
+"""From records to fixed-shape training batches, in an order that can be resumed exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+
+import grain
+import numpy as np
+
+from dspark_jax.core.errors import InputError
+from dspark_jax.data.anchors import sample_anchors
+from dspark_jax.data.feature_record import FeatureRecord
+from dspark_jax.data.feature_store import FeatureStore
+from dspark_jax.data.sources import Example
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Shapes and order of the training batches."""
+
+    batch_size: int
+    """Sequences per optimiser step, over all processes together."""
+    max_length: int
+    """Tokens per row: shorter sequences are padded on the right, longer ones are cut."""
+    num_anchors: int
+    """Draft blocks per sequence (A)."""
+    seed: int = 0
+    """Decides the order of every epoch and the anchors of every record in it."""
+    prefetch_batches: int = 4
+    """Batches prepared ahead by threads; has no influence on their content."""
+    read_threads: int = 2
+
+    def __post_init__(self):
+        for name in ("batch_size", "max_length", "num_anchors", "prefetch_batches", "read_threads"):
+            if getattr(self, name) < 1:
+                raise InputError(
+                    given=f"{name}={getattr(self, name)}", expected="at least 1", fix=f"raise {name}"
+                )
+
+
+class BatchIterator:
+    """An endless iterator of host batches; `get_state` and `set_state` resume it between any two batches.
+
+    The state counts global batches, so a run may resume on another number of processes.
+    """
+
+    def __init__(
+        self, batches: grain.MapDataset, *, config: DataConfig, fingerprint: str, truncated_examples: int
+    ):
+        options = grain.ReadOptions(
+            num_threads=config.read_threads, prefetch_buffer_size=config.prefetch_batches
+        )
+        self._iterator = iter(batches.to_iter_dataset(options))
+        self._fingerprint = fingerprint
+        self.truncated_examples = truncated_examples
+        """How many records are longer than `max_length` and lose their end."""
+
+    def __iter__(self) -> BatchIterator:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        return next(self._iterator)
+
+    def get_state(self) -> dict:
+        """What is needed to continue after the batch returned last; plain JSON."""
+        return {**self._iterator.get_state(), "fingerprint": self._fingerprint}
+
+    def set_state(self, state: dict) -> None:
+        """Continues from `state`; refuses one that belongs to other records or another config."""
+        if state["fingerprint"] != self._fingerprint:
+            raise InputError(
+                given="a data state saved with other records, seed, batch size, length or anchors",
+                expected="the records and the data config of the interrupted run",
+                fix="restore them, or start a new run from the saved parameters",
+            )
+        self._iterator.set_state({name: value for name, value in state.items() if name != "fingerprint"})
+
+
+def training_batches(
+    source: Sequence[Example] | FeatureStore,
+    *,
+    config: DataConfig,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> BatchIterator:
+    """Shuffled epochs without end, with fresh anchors in each.
+
+    Every epoch visits every record once; batches run across the border of two epochs and drop nothing.
+    Batch n over all processes holds the same records and anchors for every `process_count`.
+
+    Args:
+      source: examples in memory, or a feature store.
+      config: shapes and seed.
+      process_index: this process, from 0.
+      process_count: number of processes that divide each batch among them.
+
+    Returns:
+      An iterator of dicts with tokens_BT int32, loss_mask_BT bool, anchors_BA int32 (ascending, padded with
+      0) and keep_BA bool; from a feature store also features_BTCD and hidden_BTD (bfloat16) and logz_BT
+      (float32). B is this process's share of the batch and T is `max_length`. Padding is 0 and false.
+    """
+    if len(source) == 0:
+        raise InputError(
+            given="no records", expected="at least one", fix="check the paths and the held-out fraction"
+        )
+    if config.batch_size % process_count:
+        raise InputError(
+            given=f"batch_size {config.batch_size} on {process_count} processes",
+            expected="a multiple of the number of processes",
+            fix="change batch_size",
+        )
+
+    def with_anchors(record: Example | FeatureRecord, rng: np.random.Generator):
+        loss_mask_T = _example(record).loss_mask_np[: config.max_length]
+        return record, *sample_anchors(rng, loss_mask_T, config.num_anchors)
+
+    def collate(rows) -> dict[str, np.ndarray]:
+        return _collate(rows, config.max_length)
+
+    records = grain.MapDataset.source(source).seed(config.seed).shuffle().repeat()
+    # Anchors before the division among processes: their random stream then follows the global row number.
+    rows = records.random_map(with_anchors)[process_index::process_count]
+    batches = rows.batch(config.batch_size // process_count, drop_remainder=True, batch_fn=collate)
+
+    is_store = isinstance(source, FeatureStore)
+    lengths = source.lengths_tokens_np if is_store else [len(example.tokens_np) for example in source]
+    truncated = int(np.sum(np.asarray(lengths) > config.max_length))
+    if truncated:
+        _log.warning(
+            "%d of %d sequences are longer than %d tokens and are cut",
+            truncated,
+            len(source),
+            config.max_length,
+        )
+    ids = source.ids if is_store else [example.id for example in source]
+    return BatchIterator(
+        batches, config=config, fingerprint=_fingerprint(ids, config), truncated_examples=truncated
+    )
+
+
+def _fingerprint(ids: Sequence[str], config: DataConfig) -> str:
+    relevant = [config.batch_size, config.max_length, config.num_anchors, config.seed]
+    return hashlib.sha256(json.dumps([relevant, list(ids)]).encode()).hexdigest()[:16]
+
+
+def _example(record: Example | FeatureRecord) -> Example:
+    return record.example if isinstance(record, FeatureRecord) else record
+
+
+def _collate(rows: Sequence, max_length: int) -> dict[str, np.ndarray]:
+    """Pads (record, positions_A, keep_A) rows on the right and stacks them."""
+    records, anchors, keep = zip(*rows, strict=True)
+    examples = [_example(record) for record in records]
+    batch = {
+        "tokens_BT": _pad([example.tokens_np for example in examples], max_length),
+        "loss_mask_BT": _pad([example.loss_mask_np for example in examples], max_length),
+        "anchors_BA": np.stack(anchors),
+        "keep_BA": np.stack(keep),
+    }
+    if isinstance(records[0], FeatureRecord):
+        batch["features_BTCD"] = _pad([record.features_TCD_np for record in records], max_length)
+        batch["hidden_BTD"] = _pad([record.hidden_TD_np for record in records], max_length)
+        batch["logz_BT"] = _pad([record.logz_T_np for record in records], max_length)
+    return batch
+
+
+def _pad(arrays: Sequence[np.ndarray], max_length: int) -> np.ndarray:
+    padded = np.zeros((len(arrays), max_length, *arrays[0].shape[1:]), arrays[0].dtype)
+    for row, array in zip(padded, arrays, strict=True):
+        row[: len(array)] = array[:max_length]
+    return padded

@@ -1,0 +1,141 @@
+"""What every drafter gives to the trainer and to the engine. Neither knows more than this file.
+
+The frozen embedding and LM head are the target's and arrive as arguments (`SharedWeights`), so drafters never
+import targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import flax.struct
+import jax.numpy as jnp
+from jax import Array
+
+from dspark_jax.nn.kv_cache import KVCache
+
+Params = dict[str, Any]
+Sampler = Callable[[Array, Array], tuple[Array, Array]]
+"""(logits [B, V], row number k) -> (sampled draft ids [B], the probabilities [B, V] they were drawn from)."""
+
+
+@flax.struct.dataclass
+class SharedWeights:
+    """The target's frozen weights that a drafter uses.
+
+    Attributes:
+      embedding_VD: the whole embedding table.
+      head_DV: the LM head, cut to the draft vocabulary.
+      draft_to_target_V: target id of every draft id, or None when the vocabularies are the same.
+    """
+
+    embedding_VD: Array
+    head_DV: Array
+    draft_to_target_V: Array | None
+
+    @classmethod
+    def cut(cls, embedding_VD: Array, head_DV: Array, draft_to_target_V: Array | None) -> SharedWeights:
+        """Cuts the target's LM head [D, V] to the draft vocabulary."""
+        head_DV = head_DV if draft_to_target_V is None else head_DV[:, draft_to_target_V]
+        return cls(embedding_VD, head_DV, draft_to_target_V)
+
+    def target_ids(self, draft_ids: Array) -> Array:
+        """Draft ids -> target ids."""
+        return draft_ids if self.draft_to_target_V is None else self.draft_to_target_V[draft_ids]
+
+    def draft_ids(self, target_ids: Array) -> Array:
+        """Target ids -> draft ids, -1 where the drafter cannot propose the token."""
+        if self.draft_to_target_V is None:
+            return target_ids
+        table = jnp.full(self.embedding_VD.shape[0], -1, jnp.int32)
+        table = table.at[self.draft_to_target_V].set(jnp.arange(len(self.draft_to_target_V), dtype=jnp.int32))
+        return table[target_ids]
+
+
+@flax.struct.dataclass
+class DraftBlock:
+    """What a drafter proposes in one round.
+
+    Attributes:
+      draft_ids_BG: sampled ids in the draft vocabulary.
+      tokens_BG: the same as target ids.
+      probs_BGV: the distributions that they were really drawn from, over the draft vocabulary.
+      confidence_logits_BG: logit of P(accepted | all before accepted); zeros without a confidence head.
+    """
+
+    draft_ids_BG: Array
+    tokens_BG: Array
+    probs_BGV: Array
+    confidence_logits_BG: Array
+
+
+@flax.struct.dataclass
+class TrainingRows:
+    """Predictions to be trained, M per sequence.
+
+    Attributes:
+      hidden_BMD: inputs of the LM head.
+      latent_BMR: inputs of W2, or None.
+      w2_RV: the head's projection to draft logits, or None.
+      positions_BM: position whose target distribution the row should equal.
+      labels_BM: true next token (target id).
+      slots_BM: place of the row in its block, from 0.
+      mask_BM: True for supervised rows.
+      confidence_logits_BM: or None.
+    """
+
+    hidden_BMD: Array
+    latent_BMR: Array | None
+    w2_RV: Array | None
+    positions_BM: Array
+    labels_BM: Array
+    slots_BM: Array
+    mask_BM: Array
+    confidence_logits_BM: Array | None
+
+
+class Drafter(Protocol):
+    """Pure functions over a plain parameter dict."""
+
+    config: Any
+
+    def init(self, key: Array) -> Params:
+        """Fresh parameters, boxed with their logical axes."""
+        ...
+
+    def create_context(self, *, batch: int, length: int) -> KVCache:
+        """Empty context for `batch` requests of at most `length` positions."""
+        ...
+
+    def extend_context(
+        self, params: Params, context: KVCache, features_BTCD: Array, start_B: Array
+    ) -> KVCache:
+        """Writes the context rows of T positions from start_B on; rejected rows are overwritten later."""
+        ...
+
+    def draft(
+        self,
+        params: Params,
+        shared: SharedWeights,
+        context: KVCache,
+        anchors_B: Array,
+        positions_B: Array,
+        sampler: Sampler,
+    ) -> DraftBlock:
+        """Proposes G tokens after the anchor tokens anchors_B at positions_B."""
+        ...
+
+    def training_rows(
+        self,
+        params: Params,
+        shared: SharedWeights,
+        *,
+        tokens_BT: Array,
+        loss_mask_BT: Array,
+        features_BTCD: Array,
+        anchors_BA: Array,
+        keep_BA: Array,
+    ) -> TrainingRows:
+        """The predictions of all blocks under teacher forcing."""
+        ...

@@ -1,0 +1,207 @@
+"""The DSpark drafter: one set of parameters, a training view and a decoding view."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from dspark_jax.drafters.backbone import Backbone
+from dspark_jax.drafters.blocks import make_blocks
+from dspark_jax.drafters.confidence import ConfidenceHead
+from dspark_jax.drafters.config import DSparkConfig
+from dspark_jax.drafters.contract import DraftBlock, Params, Sampler, SharedWeights, TrainingRows
+from dspark_jax.drafters.heads import make_head
+from dspark_jax.nn.kv_cache import KVCache, write_rows
+from dspark_jax.nn.layers import project
+
+
+class DSparkNetwork(nn.Module):
+    """Backbone, sequential head and confidence head."""
+
+    config: DSparkConfig
+    dtype: DTypeLike = jnp.float32
+
+    def setup(self):
+        c = self.config
+        self.backbone = Backbone(c.block, c.num_layers, len(c.taps), self.dtype)
+        if c.head is not None:
+            self.head = make_head(
+                c.head, target_vocab_size=c.target_vocab_size, vocab_size=c.vocab_size, width=c.block.width
+            )
+        if c.confidence is not None:
+            reads_markov = c.head is not None and c.confidence.with_markov
+            self.confidence = ConfidenceHead(c.block.width + (c.head.rank if reads_markov else 0))
+
+    def context_rows(self, features_BTCD: Array, positions_BT: Array):
+        """Per layer, context keys and values [B, T, K, H]."""
+        return self.backbone.context_rows(features_BTCD, positions_BT)
+
+    def block_hidden(self, embedded_BAGD: Array, positions_BAG: Array, context, mask_BAS: Array) -> Array:
+        """Hidden states [B, A, G, D]."""
+        return self.backbone(embedded_BAGD, positions_BAG, context, mask_BAS)
+
+    def confidence_logits(self, hidden: Array, prev: Array) -> Array:
+        """Logits [...] for hidden states [..., D] and the tokens before them; zeros without the head."""
+        c = self.config.confidence
+        if c is None:
+            return jnp.zeros(prev.shape, jnp.float32)
+        if c.with_markov:
+            hidden = jnp.concatenate([hidden, self.head.embed(prev)], axis=-1)
+        return self.confidence(hidden)
+
+    def teacher_forced(self, hidden_BAGD: Array, prev_BAG: Array) -> tuple[Array | None, Array | None, Array]:
+        """(latents, W2, confidence logits) of blocks whose tokens are known."""
+        confidence = self.confidence_logits(hidden_BAGD, prev_BAG)
+        if self.config.head is None:
+            return None, None, confidence
+        return self.head.latents(hidden_BAGD, prev_BAG), self.head.w2, confidence
+
+    def sample_block(
+        self, hidden_BGD: Array, shared: SharedWeights, anchors_B: Array, sampler: Sampler
+    ) -> DraftBlock:
+        """Samples the block left to right with `lax.scan`; q_k is taken after the sequential head."""
+        base_GBV = project(hidden_BGD.swapaxes(0, 1), shared.head_DV, dtype=self.dtype)
+
+        def step(carry, row):
+            state, prev_B = carry
+            hidden_BD, logits_BV, k = row
+            confidence_B = self.confidence_logits(hidden_BD, prev_B)
+            if self.config.head is not None:
+                state, latent_BR = self.head.step(state, hidden_BD, prev_B)
+                logits_BV = logits_BV + project(latent_BR, self.head.w2, dtype=self.dtype)
+            ids_B, probs_BV = sampler(logits_BV, k)
+            tokens_B = shared.target_ids(ids_B)
+            return (state, tokens_B), (ids_B, tokens_B, probs_BV, confidence_B)
+
+        state = None if self.config.head is None else self.head.initial_state(anchors_B.shape)
+        rows = (hidden_BGD.swapaxes(0, 1), base_GBV, jnp.arange(self.config.block_len))
+        _, block = jax.lax.scan(step, (state, anchors_B), rows)
+        return DraftBlock(*(x.swapaxes(0, 1) for x in block))
+
+    def touch(self, features_BTCD: Array, embedded_BAGD: Array, prev_BAG: Array):
+        """Runs every part once, to create the parameters."""
+        positions = jnp.zeros(prev_BAG.shape, jnp.int32)
+        rows = self.context_rows(features_BTCD, jnp.zeros(features_BTCD.shape[:2], jnp.int32))
+        context = [(k.swapaxes(1, 2), v.swapaxes(1, 2)) for k, v in rows]
+        sees = jnp.ones((*prev_BAG.shape[:2], features_BTCD.shape[1]), bool)
+        return self.teacher_forced(self.block_hidden(embedded_BAGD, positions, context, sees), prev_BAG)
+
+
+@dataclasses.dataclass(frozen=True)
+class DSpark:
+    """The drafter contract (`contract.py`) for DSpark and DFlash.
+
+    Attributes:
+      config: its dimensions.
+      dtype: dtype in which matrix products read their inputs, and of the context's keys and values.
+    """
+
+    config: DSparkConfig
+    dtype: DTypeLike = jnp.float32
+
+    @property
+    def network(self) -> DSparkNetwork:
+        """The module behind the pure functions."""
+        return DSparkNetwork(self.config, self.dtype)
+
+    def _apply(self, params: Params, method: str, *args) -> Any:
+        return self.network.apply({"params": params}, *args, method=method)
+
+    def init(self, key: Array) -> Params:
+        """Fresh parameters, boxed with their logical axes."""
+        c = self.config
+        features = jnp.zeros((1, 1, len(c.taps), c.block.width))
+        embedded = jnp.zeros((1, 1, c.block_len, c.block.width))
+        prev = jnp.zeros((1, 1, c.block_len), jnp.int32)
+        variables: Any = self.network.init(key, features, embedded, prev, method="touch")
+        return variables["params"]
+
+    def create_context(self, *, batch: int, length: int) -> KVCache:
+        """Empty context for `batch` requests of at most `length` positions."""
+        c = self.config
+        return KVCache.create(c.block, num_layers=c.num_layers, batch=batch, length=length, dtype=self.dtype)
+
+    def extend_context(
+        self, params: Params, context: KVCache, features_BTCD: Array, start_B: Array
+    ) -> KVCache:
+        """Writes the context rows of T positions from start_B on."""
+        positions_BT = start_B[:, None] + jnp.arange(features_BTCD.shape[1])
+        rows = self._apply(params, "context_rows", features_BTCD, positions_BT)
+        return KVCache(
+            tuple(write_rows(old, k, start_B) for old, (k, _) in zip(context.keys_BKSH, rows, strict=True)),
+            tuple(write_rows(old, v, start_B) for old, (_, v) in zip(context.values_BKSH, rows, strict=True)),
+        )
+
+    def draft(
+        self,
+        params: Params,
+        shared: SharedWeights,
+        context: KVCache,
+        anchors_B: Array,
+        positions_B: Array,
+        sampler: Sampler,
+    ) -> DraftBlock:
+        """Proposes G tokens after the anchor tokens anchors_B at positions_B."""
+        hidden_BGD = self.block_hidden(params, shared, context, anchors_B, positions_B)
+        return self._apply(params, "sample_block", hidden_BGD, shared, anchors_B, sampler)
+
+    def block_hidden(
+        self, params: Params, shared: SharedWeights, context: KVCache, anchors_B: Array, positions_B: Array
+    ) -> Array:
+        """The backbone alone: hidden states [B, G, D] of one block per request."""
+        G = self.config.block_len
+        inputs_B1G = jnp.full((len(anchors_B), 1, G), self.config.mask_token).at[:, 0, 0].set(anchors_B)
+        positions_B1G = positions_B[:, None, None] + jnp.arange(G)
+        sees_B1S = jnp.arange(context.length) < positions_B[:, None, None]
+        pairs = list(zip(context.keys_BKSH, context.values_BKSH, strict=True))
+        embedded = shared.embedding_VD[inputs_B1G]
+        return self._apply(params, "block_hidden", embedded, positions_B1G, pairs, sees_B1S)[:, 0]
+
+    def training_rows(
+        self,
+        params: Params,
+        shared: SharedWeights,
+        *,
+        tokens_BT: Array,
+        loss_mask_BT: Array,
+        features_BTCD: Array,
+        anchors_BA: Array,
+        keep_BA: Array,
+    ) -> TrainingRows:
+        """The predictions of all blocks under teacher forcing, M = A G rows per sequence."""
+        c = self.config
+        B, T = tokens_BT.shape
+        blocks = make_blocks(
+            tokens_BT=tokens_BT,
+            loss_mask_BT=loss_mask_BT,
+            anchors_BA=anchors_BA,
+            keep_BA=keep_BA,
+            block_len=c.block_len,
+            mask_token=c.mask_token,
+        )
+        rows = self._apply(params, "context_rows", features_BTCD, jnp.broadcast_to(jnp.arange(T), (B, T)))
+        context = [tuple(x.astype(self.dtype).swapaxes(1, 2) for x in pair) for pair in rows]
+        embedded = shared.embedding_VD[blocks.inputs_BAG]
+        hidden = self._apply(params, "block_hidden", embedded, blocks.positions_BAG, context, blocks.sees_BAS)
+        latents, w2, confidence = self._apply(params, "teacher_forced", hidden, blocks.prev_BAG)
+
+        def per_sequence(x: Array) -> Array:
+            return x.reshape(B, -1, *x.shape[3:])
+
+        slots = jnp.broadcast_to(jnp.arange(c.block_len), blocks.positions_BAG.shape)
+        return TrainingRows(
+            hidden_BMD=per_sequence(hidden),
+            latent_BMR=None if latents is None else per_sequence(latents),
+            w2_RV=w2,
+            positions_BM=per_sequence(blocks.positions_BAG),
+            labels_BM=per_sequence(blocks.labels_BAG),
+            slots_BM=per_sequence(slots),
+            mask_BM=per_sequence(blocks.mask_BAG),
+            confidence_logits_BM=None if c.confidence is None else per_sequence(confidence),
+        )

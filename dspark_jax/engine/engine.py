@@ -1,0 +1,221 @@
+"""The engine: keeps the slots full, runs rounds, hands out what they commit."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from dspark_jax.core.buckets import bucket_for, powers_of_two
+from dspark_jax.core.errors import InputError
+from dspark_jax.core.keys import request_key
+from dspark_jax.drafters.contract import Drafter
+from dspark_jax.engine.programs import Models, plain_round, prefill, speculative_round
+from dspark_jax.engine.requests import Request, SamplingOptions, Status
+from dspark_jax.engine.state import EngineState, RoundResult, Weights
+from dspark_jax.speculation.sampling import SamplingParams
+from dspark_jax.speculation.verify_length import FixedLength, FullBlock, VerifyPolicy
+from dspark_jax.targets.config import DecoderConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Shapes and policy of an engine; every compiled shape follows from it."""
+
+    slots: int = 1
+    """Requests decoded at the same time."""
+    max_context: int = 1024
+    """Longest prompt plus answer, in tokens."""
+    policy: VerifyPolicy = dataclasses.field(default_factory=FullBlock)
+    """How many drafted tokens of a block are verified."""
+    smallest_prefill: int = 64
+    """Prompts are padded to this length or a power-of-two multiple of it."""
+    dtype: DTypeLike = jnp.float32
+    """dtype of the caches and of what matrix products read."""
+
+    def __post_init__(self):
+        for name in ("slots", "max_context", "smallest_prefill"):
+            if getattr(self, name) < 1:
+                raise InputError(given=f"{name}={getattr(self, name)}", expected="at least 1", fix=f"raise {name}")
+
+    @property
+    def prefill_buckets(self) -> tuple[int, ...]:
+        """Declared prompt shapes, in tokens."""
+        return powers_of_two(self.smallest_prefill, self.max_context)
+
+    def verify_buckets(self, block_len: int) -> tuple[int, ...]:
+        """Declared verify lengths: one where the policy fixes it, else 0, 1, 2, 4, ... up to the block."""
+        match self.policy:
+            case FullBlock():
+                return (block_len,)
+            case FixedLength(length=length):
+                return (length,)
+            case _:
+                return (0, *(n for n in powers_of_two(1, block_len) if n < block_len), block_len)
+
+
+class Engine:
+    """Continuous batching over fixed slots; speculative with a drafter, plain without.
+
+    Args:
+      target: the target's dimensions.
+      target_params: its parameters.
+      drafter: pure functions of a drafter, or None for plain decoding.
+      weights: what rounds read; `shared` and `drafter` are None without a drafter.
+      config: shapes and policy.
+    """
+
+    def __init__(self, *, target: DecoderConfig, drafter: Drafter | None, weights: Weights, config: EngineConfig):
+        self.config = config
+        self.models = Models(target=target, drafter=drafter, dtype=config.dtype)
+        self._weights = weights
+        # A round writes up to G rows past the last token that a request may hold.
+        length = max(config.max_context + self.models.block_len + 1, config.prefill_buckets[-1])
+        self._state = EngineState.create(target, drafter, slots=config.slots, length=length, dtype=config.dtype)
+        self._queue: collections.deque[Request] = collections.deque()
+        self._slots: list[Request | None] = [None] * config.slots
+
+    @functools.cache  # noqa: B019 an engine lives as long as its programs
+    def _prefill_program(self, filters: bool):
+        return jax.jit(functools.partial(prefill, models=self.models, filters=filters), donate_argnums=1)
+
+    @functools.cache  # noqa: B019
+    def _round_program(self, filters: bool):
+        if self.models.drafter is None:
+            return jax.jit(functools.partial(plain_round, models=self.models, filters=filters), donate_argnums=1)
+        return jax.jit(
+            functools.partial(
+                speculative_round,
+                models=self.models,
+                policy=self.config.policy,
+                buckets=self.config.verify_buckets(self.models.block_len),
+                filters=filters,
+            ),
+            donate_argnums=1,
+        )
+
+    def check(self, request: Request) -> None:
+        """Refuses a request that this engine cannot hold.
+
+        Raises:
+          InputError: the prompt and its answer exceed `max_context`, or a token is out of range.
+        """
+        total = len(request.prompt_tokens) + request.max_new_tokens
+        if total > self.config.max_context:
+            raise InputError(
+                given=f"{len(request.prompt_tokens)} prompt tokens and max_new_tokens={request.max_new_tokens}",
+                expected=f"at most {self.config.max_context} together",
+                fix="shorten the prompt, lower max_new_tokens or raise max_context",
+            )
+        if not 0 <= min(request.prompt_tokens) <= max(request.prompt_tokens) < self.models.target.vocab_size:
+            raise InputError(
+                given="a prompt token outside the vocabulary",
+                expected=f"ids in 0..{self.models.target.vocab_size - 1}",
+                fix="use the target's own tokenizer",
+            )
+
+    def submit(self, request: Request) -> None:
+        """Queues a request."""
+        self.check(request)
+        self._queue.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request at once; nothing more is emitted for it."""
+        request.move_to(Status.CANCELLED)
+        if request in self._queue:
+            self._queue.remove(request)
+        for slot, other in enumerate(self._slots):
+            if other is request:
+                self._release(slot)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is queued or decoding."""
+        return bool(self._queue) or any(self._slots)
+
+    def step(self) -> list[Request]:
+        """Admits what fits, runs one round, and returns the requests that it finished."""
+        finished = self._admit()
+        running = [(slot, request) for slot, request in enumerate(self._slots) if request is not None]
+        if not running:
+            return finished
+        filters = any(request.sampling.uses_filters for _, request in running)
+        self._state, result = self._round_program(filters)(self._weights, self._state)
+        result: RoundResult = jax.device_get(result)
+        for slot, request in running:
+            request.accepted_per_round.append(int(result.accepted_B[slot]))
+            request.verified_per_round.append(int(result.verified_B[slot]))
+            tokens = result.tokens_BT[slot]
+            request.emit(tokens[tokens >= 0].tolist())
+            if request.status is Status.FINISHED:
+                self._release(slot)
+                finished.append(request)
+        return finished
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Request]:
+        """Decodes requests and yields each as it finishes; takes from `requests` only as slots free up."""
+        source = iter(requests)
+        while True:
+            while len(self._queue) + sum(slot is not None for slot in self._slots) < self.config.slots:
+                request = next(source, None)
+                if request is None:
+                    break
+                self.submit(request)
+            if not self.has_work:
+                return
+            yield from self.step()
+
+    def _admit(self) -> list[Request]:
+        """Prefills queued requests into free slots; returns those that their first token already finished."""
+        finished = []
+        for slot, occupant in enumerate(self._slots):
+            while occupant is None and self._queue:
+                request = self._queue.popleft()
+                self._prefill(slot, request)
+                if request.status is Status.FINISHED:
+                    self._release(slot)
+                    finished.append(request)
+                else:
+                    self._slots[slot] = occupant = request
+        return finished
+
+    def _prefill(self, slot: int, request: Request) -> None:
+        prompt_np = np.asarray(request.prompt_tokens, np.int32)
+        tokens_np = np.zeros((1, bucket_for(len(prompt_np), self.config.prefill_buckets)), np.int32)
+        tokens_np[0, : len(prompt_np)] = prompt_np
+        request.move_to(Status.DECODING)
+        self._state, anchor_1 = self._prefill_program(request.sampling.uses_filters)(
+            self._weights,
+            self._state,
+            np.int32(slot),
+            tokens_np,
+            np.int32(len(prompt_np)),
+            request_key(request.sampling.seed)[None],
+            _sampling_row(request.sampling),
+        )
+        request.emit([int(anchor_1[0])])
+
+    def _release(self, slot: int) -> None:
+        self._slots[slot] = None
+        self._state = _deactivate(self._state, slot)
+
+
+def _sampling_row(options: SamplingOptions) -> SamplingParams:
+    return SamplingParams(
+        temperature_B=np.array([options.temperature], np.float32),
+        top_k_B=np.array([options.top_k], np.int32),
+        top_p_B=np.array([options.top_p], np.float32),
+        min_p_B=np.array([options.min_p], np.float32),
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _deactivate(state: EngineState, slot) -> EngineState:
+    # Position 0 keeps an idle slot's writes inside its own rows, however long it idles.
+    return state.replace(active_B=state.active_B.at[slot].set(False), positions_B=state.positions_B.at[slot].set(0))

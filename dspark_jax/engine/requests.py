@@ -1,0 +1,126 @@
+"""Requests on the host: what was asked, how far it is, and the one table of legal transitions."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from dspark_jax.core.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How one request draws its tokens; temperature first, then the filters.
+
+    Attributes:
+      temperature: 0 is greedy.
+      top_k: keep the k most likely tokens; 0 keeps all.
+      top_p: keep the smallest set of tokens with this probability; 1 keeps all.
+      min_p: drop tokens less likely than this share of the most likely one; 0 keeps all.
+      seed: decides every draw of the request, whatever else runs beside it.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self):
+        legal = {
+            "temperature": (self.temperature >= 0, "0 or more"),
+            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "min_p": (0 <= self.min_p < 1, "in [0, 1)"),
+        }
+        for name, (ok, expected) in legal.items():
+            if not ok:
+                raise InputError(given=f"{name}={getattr(self, name)}", expected=expected, fix=f"correct {name}")
+
+    @property
+    def uses_filters(self) -> bool:
+        """Whether more than the temperature shapes the distribution."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+class Status(enum.Enum):
+    """Where a request is in its life."""
+
+    QUEUED = "queued"
+    DECODING = "decoding"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+
+
+TRANSITIONS: dict[Status, frozenset[Status]] = {
+    Status.QUEUED: frozenset({Status.DECODING, Status.CANCELLED}),
+    Status.DECODING: frozenset({Status.FINISHED, Status.CANCELLED}),
+    Status.FINISHED: frozenset(),
+    Status.CANCELLED: frozenset(),
+}
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended: at a stop token, or at its token limit."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Request:
+    """One prompt and its growing answer.
+
+    Attributes:
+      id: the caller's name for it.
+      prompt_tokens: ids of the rendered prompt.
+      max_new_tokens: exact limit on emitted tokens.
+      stop_ids: tokens that end the answer; the stop token itself is emitted.
+      sampling: how tokens are drawn.
+      emitted: tokens of the answer so far.
+      accepted_per_round: draft tokens accepted in each round.
+      verified_per_round: draft tokens verified in each round.
+      finish_reason: set when finished.
+    """
+
+    id: str
+    prompt_tokens: list[int]
+    max_new_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    sampling: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)
+    emitted: list[int] = dataclasses.field(default_factory=list)
+    accepted_per_round: list[int] = dataclasses.field(default_factory=list)
+    verified_per_round: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    _status: Status = Status.QUEUED
+
+    def __post_init__(self):
+        if not self.prompt_tokens:
+            raise InputError(given=f"request {self.id!r} without tokens", expected="a prompt", fix="give it a prompt")
+        if self.max_new_tokens < 1:
+            raise InputError(
+                given=f"request {self.id!r} with max_new_tokens={self.max_new_tokens}", expected="at least 1", fix="raise it"
+            )
+
+    @property
+    def status(self) -> Status:
+        """The current status; `move_to` changes it."""
+        return self._status
+
+    def move_to(self, status: Status) -> None:
+        """Changes the status along `TRANSITIONS`."""
+        if status not in TRANSITIONS[self._status]:
+            raise RuntimeError(f"request {self.id!r}: {self._status.value} -> {status.value} is not a legal transition")
+        self._status = status
+
+    def emit(self, tokens: list[int]) -> None:
+        """Appends committed tokens, stopping exactly at a stop token or at the limit."""
+        for token in tokens:
+            self.emitted.append(token)
+            if token in self.stop_ids:
+                self.finish_reason = FinishReason.STOP
+            elif len(self.emitted) == self.max_new_tokens:
+                self.finish_reason = FinishReason.LENGTH
+            if self.finish_reason is not None:
+                self.move_to(Status.FINISHED)
+                return

@@ -1,0 +1,115 @@
+"""From logits to the probabilities that tokens are really drawn from, and the draw itself.
+
+Target and drafter must both pass through `distribution` with the same parameters: rejection sampling is
+lossless only for the q that a draft token was really drawn from and the p that plain decoding would use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+@flax.struct.dataclass(kw_only=True)
+class SamplingParams:
+    """How each request of a batch turns logits into probabilities."""
+
+    temperature_B: Array
+    """Divides the logits; 0 means greedy: the whole probability on the argmax."""
+    top_k_B: Array
+    """Keep the k most probable tokens (int32); 0 keeps all."""
+    top_p_B: Array
+    """Keep the most probable tokens whose mass first reaches this share; 1 keeps all."""
+    min_p_B: Array
+    """Keep tokens at least this probable relative to the most probable one; 0 keeps all."""
+
+
+def distribution(logits: Array, sampling: SamplingParams, *, filters: bool) -> Array:
+    """Probabilities that a token is drawn from: temperature first, then top-k, top-p and min-p.
+
+    top-p counts the mass that top-k has left. Each filter is a threshold on probability, so tokens of equal
+    probability stay or go together and the result does not depend on how the vocabulary is ordered.
+
+    Args:
+      logits: [B, ..., V], any float type; -inf marks a forbidden token. The parameters broadcast over the
+        axes between B and V.
+      sampling: parameters [B].
+      filters: static; False promises that no row uses top-k, top-p or min-p, and skips their search.
+
+    Returns:
+      float32 probabilities of the shape of `logits`. Greedy rows are exactly one-hot at the argmax (the
+      lowest id wins a tie), whatever their filters say.
+    """
+
+    def per_row(option_B: Array) -> Array:
+        option_B = jnp.asarray(option_B)
+        return option_B.reshape(option_B.shape + (1,) * (logits.ndim - option_B.ndim))
+
+    logits = logits.astype(jnp.float32)
+    temperature = per_row(sampling.temperature_B)
+    greedy = temperature <= 0
+    # Relative to the best token first: a tiny temperature then sends the others to 0, and nothing to NaN.
+    below_best = logits - jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(below_best / jnp.where(greedy, 1.0, temperature))
+    if filters:
+        threshold = _filter_threshold(
+            weights, per_row(sampling.top_k_B), per_row(sampling.top_p_B), per_row(sampling.min_p_B)
+        )
+        weights = jnp.where(weights >= threshold, weights, 0.0)
+    probs = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    one_hot = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+    return jnp.where(greedy, one_hot, probs)
+
+
+def sample(keys_B: Array, probs_BV: Array) -> Array:
+    """One token id per row by Gumbel-max: argmax(log p + g); probability 0 is -inf and never wins.
+
+    The noise is drawn in the high-resolution mode: the default one is capped near 16, so it would never draw
+    a token of probability under about 1e-7, however many of them there are.
+
+    Args:
+      keys_B: one typed key per row.
+      probs_BV: probabilities [B, V]; they need not be normalised.
+
+    Returns:
+      int32 ids [B].
+    """
+    vocabulary = probs_BV.shape[-1]
+    gumbel_BV = jax.vmap(lambda key: jax.random.gumbel(key, (vocabulary,), jnp.float32, mode="high"))(keys_B)
+    return jnp.argmax(jnp.log(probs_BV) + gumbel_BV, axis=-1).astype(jnp.int32)
+
+
+def _filter_threshold(weights: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
+    """The weight [B, ..., 1] below which some filter drops a token; weights are relative to the best."""
+    kth = _largest_threshold(lambda t: jnp.sum(weights >= t, axis=-1, keepdims=True) >= top_k, weights)
+    kth = jnp.where(top_k > 0, kth, 0.0)
+
+    def mass_above(threshold: Array) -> Array:
+        kept = weights >= jnp.maximum(threshold, kth)
+        return jnp.sum(jnp.where(kept, weights, 0.0), axis=-1, keepdims=True)
+
+    wanted_mass = top_p * mass_above(kth)
+    nucleus = _largest_threshold(lambda t: mass_above(t) >= wanted_mass, weights)
+    nucleus = jnp.where(top_p < 1, nucleus, 0.0)
+    # The best token has weight exactly 1, so a threshold of at most 1 always keeps it.
+    return jnp.minimum(jnp.maximum(jnp.maximum(kth, nucleus), min_p), 1.0)
+
+
+def _largest_threshold(holds: Callable[[Array], Array], weights: Array) -> Array:
+    """The largest threshold [B, ..., 1] in [0, 2) for which `holds` is true, exactly.
+
+    Bisection on the bits of a float32, which are ordered like the number itself: 30 reductions over the
+    vocabulary find what a sort would, about ten times faster on a CPU and without gathering a sharded axis.
+    `holds` must be true at 0 and never become true again once false.
+    """
+
+    def try_bit(step: Array, bits: Array) -> Array:
+        candidate = bits | (1 << (29 - step))
+        return jnp.where(holds(lax.bitcast_convert_type(candidate, jnp.float32)), candidate, bits)
+
+    zeros = jnp.zeros((*weights.shape[:-1], 1), jnp.int32)
+    return lax.bitcast_convert_type(lax.fori_loop(0, 30, try_bit, zeros), jnp.float32)

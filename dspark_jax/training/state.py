@@ -1,0 +1,93 @@
+"""The state of a run and the batch of a step, as typed pytrees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import optax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+
+from dspark_jax.core.sharding import param_sharding, replicated
+from dspark_jax.drafters.contract import Drafter, Params, SharedWeights
+from dspark_jax.training.features import TargetFeatures
+
+
+@flax.struct.dataclass
+class TrainState:
+    """What training changes. Donated at every step.
+
+    Attributes:
+      step: optimiser steps done, int32.
+      params: the drafter's parameters, float32.
+      opt_state: the optimiser's state, sharded like the parameters.
+    """
+
+    step: Array
+    params: Params
+    opt_state: Any
+
+
+@flax.struct.dataclass
+class TrainBatch:
+    """The sequences of one step.
+
+    Attributes:
+      tokens_BT: int32, right padded.
+      loss_mask_BT: True on supervised tokens.
+      anchors_BA: int32 positions, ascending; 0 where not kept.
+      keep_BA: False for anchors that only fill the shape.
+      target: what the target computed on the tokens; None: it runs inside the step.
+    """
+
+    tokens_BT: Array
+    loss_mask_BT: Array
+    anchors_BA: Array
+    keep_BA: Array
+    target: TargetFeatures | None
+
+    @classmethod
+    def from_host(cls, batch: dict) -> TrainBatch:
+        """From the dict of numpy arrays that the input pipeline yields."""
+        stored = "features_BTCD" in batch
+        target = TargetFeatures(batch["features_BTCD"], batch["hidden_BTD"], batch["logz_BT"]) if stored else None
+        return cls(batch["tokens_BT"], batch["loss_mask_BT"], batch["anchors_BA"], batch["keep_BA"], target)
+
+
+@flax.struct.dataclass
+class Frozen:
+    """What training reads and never changes.
+
+    Attributes:
+      target_params: the target's parameters; None when features come from a store.
+      shared: its embedding and its LM head, cut to the draft vocabulary.
+    """
+
+    target_params: Params | None
+    shared: SharedWeights
+
+
+def state_shardings(state: TrainState, drafter: Drafter, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """A TrainState of shardings: parameters by their logical axes, moments like their parameters."""
+    boxed = jax.eval_shape(drafter.init, jax.random.key(0))
+
+    def sharding(box) -> NamedSharding:
+        return param_sharding(mesh, tuple(box.names), box.value.shape)
+
+    by_param = jax.tree.map(sharding, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+    moments = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, like: like,
+        state.opt_state,
+        by_param,
+        transform_non_params=lambda _: replicated(mesh),
+    )
+    return TrainState(step=replicated(mesh), params=by_param, opt_state=moments)
+
+
+def batch_shardings(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
+    """Every array of the batch divided along its first axis."""
+    return jax.tree.map(lambda x: param_sharding(mesh, ("batch",) + (None,) * (x.ndim - 1), x.shape), batch)

@@ -1,0 +1,181 @@
+"""One optimiser step: target features, block predictions, losses, gradients, update."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from dspark_jax.drafters.contract import Drafter, Params, SharedWeights
+from dspark_jax.losses import EPSILON, RowTerms, RowWeights, block_loss, confidence_loss, slot_weights
+from dspark_jax.targets.config import DecoderConfig
+from dspark_jax.training.config import LossConfig
+from dspark_jax.training.features import TargetFeatures, target_features
+from dspark_jax.training.state import Frozen, TrainBatch, TrainState
+
+
+@flax.struct.dataclass
+class Sums:
+    """Sums over rows that add up over micro-batches and devices; `metrics` divides them.
+
+    Attributes:
+      weight: sum of w.
+      loss: weighted numerator of the whole loss.
+      ce, tv, kl, bce: weighted numerators of the terms, without their coefficients.
+      rows_G: supervised rows per slot.
+      accept_G: their summed acceptance probability.
+      agree_G: rows whose most likely token is the target's.
+      confidence_G: summed predicted acceptance.
+      tau: summed expected accepted length of complete blocks.
+      blocks: number of complete blocks.
+    """
+
+    weight: Array
+    loss: Array
+    ce: Array
+    tv: Array
+    kl: Array
+    bce: Array
+    rows_G: Array
+    accept_G: Array
+    agree_G: Array
+    confidence_G: Array
+    tau: Array
+    blocks: Array
+
+
+def loss_sums(
+    params: Params, batch: TrainBatch, target: TargetFeatures, shared: SharedWeights, *, drafter: Drafter, config: LossConfig
+) -> tuple[Array, Sums]:
+    """(numerator of the loss, all sums) of some sequences: not yet divided by the global weight."""
+    rows = drafter.training_rows(
+        params,
+        shared,
+        tokens_BT=batch.tokens_BT,
+        loss_mask_BT=batch.loss_mask_BT,
+        features_BTCD=target.features_BTCD,
+        anchors_BA=batch.anchors_BA,
+        keep_BA=batch.keep_BA,
+    )
+    T = batch.tokens_BT.shape[1]
+    at_BM = jnp.minimum(rows.positions_BM, T - 1)
+    weight_BM = slot_weights(rows.mask_BM, rows.slots_BM, config.decay_len)
+    labels_BM = shared.draft_ids(rows.labels_BM)
+    can_say_BM = labels_BM >= 0
+    loss, terms = block_loss(
+        hidden_BMD=rows.hidden_BMD,
+        latent_BMR=rows.latent_BMR,
+        w2_RV=rows.w2_RV,
+        head_DV=shared.head_DV,
+        target_hidden_BMD=jnp.take_along_axis(target.hidden_BTD, at_BM[..., None], axis=1),
+        target_logz_BM=jnp.take_along_axis(target.logz_BT, at_BM, axis=1),
+        labels_BM=labels_BM,
+        weights=RowWeights(
+            ce_BM=config.ce * weight_BM * can_say_BM, tv_BM=config.tv * weight_BM, kl_BM=config.kl * weight_BM
+        ),
+        chunk=config.chunk,
+        dtype=drafter.dtype,
+    )
+    confidence_BM, bce = jnp.zeros(weight_BM.shape), jnp.zeros(())
+    if rows.confidence_logits_BM is not None:
+        confidence_BM = jax.nn.sigmoid(rows.confidence_logits_BM)
+        bce = confidence_loss(rows.confidence_logits_BM, terms.accept_BM, weight_BM)
+    loss = loss + config.confidence * bce
+    sums = _sums(rows.mask_BM, rows.slots_BM, weight_BM, terms, confidence_BM, drafter.config.block_len)
+    return loss, sums.replace(loss=loss, bce=bce)
+
+
+def _sums(mask_BM: Array, slots_BM: Array, weight_BM: Array, terms: RowTerms, confidence_BM: Array, G: int) -> Sums:
+    in_slot_GBM = mask_BM & (slots_BM == jnp.arange(G)[:, None, None])
+
+    def per_slot(x_BM: Array) -> Array:
+        return jnp.where(in_slot_GBM, x_BM, 0.0).sum((1, 2))
+
+    B = mask_BM.shape[0]
+    complete = mask_BM.reshape(B, -1, G).all(-1)
+    tau = 1 + jnp.cumprod(terms.accept_BM.reshape(B, -1, G), axis=-1).sum(-1)
+    return Sums(
+        weight=weight_BM.sum(),
+        loss=jnp.zeros(()),
+        ce=(weight_BM * terms.ce_BM).sum(),
+        tv=(weight_BM * terms.tv_BM).sum(),
+        kl=(weight_BM * terms.kl_BM).sum(),
+        bce=jnp.zeros(()),
+        rows_G=per_slot(jnp.ones_like(weight_BM)),
+        accept_G=per_slot(terms.accept_BM),
+        agree_G=per_slot(terms.agree_BM),
+        confidence_G=per_slot(confidence_BM),
+        tau=jnp.where(complete, tau, 0.0).sum(),
+        blocks=complete.sum().astype(jnp.float32),
+    )
+
+
+def metrics(sums: Sums) -> dict[str, Array]:
+    """Sums -> what is logged; scalars and per-slot vectors [G]."""
+    weight, rows_G = sums.weight + EPSILON, jnp.maximum(sums.rows_G, 1.0)
+    return {
+        "loss": sums.loss / weight,
+        "ce": sums.ce / weight,
+        "tv": sums.tv / weight,
+        "kl": sums.kl / weight,
+        "bce": sums.bce / weight,
+        "expected_tau": sums.tau / jnp.maximum(sums.blocks, 1.0),
+        "accept_G": sums.accept_G / rows_G,
+        "agree_G": sums.agree_G / rows_G,
+        "confidence_bias_G": (sums.confidence_G - sums.accept_G) / rows_G,
+        "rows": sums.rows_G.sum(),
+    }
+
+
+def train_step(
+    state: TrainState,
+    batch: TrainBatch,
+    frozen: Frozen,
+    *,
+    drafter: Drafter,
+    optimizer: optax.GradientTransformation,
+    target: DecoderConfig,
+    loss: LossConfig,
+    microbatches: int = 1,
+) -> tuple[TrainState, dict[str, Any]]:
+    """One step. The loss of a batch does not depend on how it is divided: numerators and gradients of all
+    micro-batches are added, and divided once by the global weight.
+    """
+
+    def gradients_of(part: TrainBatch):
+        features = part.target
+        if features is None:
+            features = target_features(
+                frozen.target_params, part.tokens_BT, config=target, taps=drafter.config.taps, dtype=drafter.dtype
+            )
+        function = functools.partial(loss_sums, drafter=drafter, config=loss)
+        (_, sums), gradients = jax.value_and_grad(function, has_aux=True)(state.params, part, features, frozen.shared)
+        return gradients, sums
+
+    if microbatches == 1:
+        gradients, sums = gradients_of(batch)
+    else:
+        # Strided parts keep every micro-batch spread over all devices.
+        parts = jax.tree.map(lambda x: x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradients_of, _first(parts)))
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, gradients_of(part)), None
+
+        (gradients, sums), _ = jax.lax.scan(add, zeros, parts)
+
+    gradients = jax.tree.map(lambda g: g / (sums.weight + EPSILON), gradients)
+    updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+    new_state = TrainState(
+        step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state
+    )
+    return new_state, {**metrics(sums), "gradient_norm": optax.global_norm(gradients)}
+
+
+def _first(parts: TrainBatch) -> TrainBatch:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)

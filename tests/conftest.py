@@ -1,0 +1,58 @@
+"""What every test runs on: the CPU as eight devices, no network, compiled programs kept between runs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from pathlib import Path
+
+import hypothesis
+
+
+def _cpu_fingerprint() -> str:
+    """Programs compiled for one CPU may crash on another that shares the home directory."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
+
+
+def _compilation_cache() -> Path | None:
+    """A folder that belongs to these tests alone, or None where none can be written."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(home) / "dspark_jax" / "pytest" / _cpu_fingerprint()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+os.environ.update(
+    JAX_PLATFORMS="cpu",
+    HF_HUB_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+    # XLA sizes its thread pool by this; with fewer threads than launches queued on the virtual devices,
+    # programs with collectives can wait for one another for ever.
+    NPROC="16",
+)
+if cache := _compilation_cache():
+    # Environment rather than jax.config, so that the commands which tests start as processes share it.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
+    os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(2 * 1024**3))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+if "jax" in sys.modules:
+    raise RuntimeError("a pytest plugin imported jax before tests/conftest.py: switch it off with -p no:NAME")
+
+import jax  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+# A first call compiles, so a deadline would say nothing; failures must come back on every machine.
+hypothesis.settings.register_profile("dspark", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("dspark")
