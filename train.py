@@ -1,4 +1,4 @@
-"""Train a drafter: `python train.py configs/dspark.py --target smollm2_135m [--run-dir ... any other flag]`."""
+"""Train a drafter: `python train.py configs/dspark.py --target smollm2_135m [--run-dir DIR, other flags]`."""
 
 import logging
 import runpy
@@ -16,9 +16,12 @@ def main(argv: list[str]) -> None:
     if len(argv) < 3 or argv[1] != "--target":
         sys.exit(__doc__)
     path, _, target, *flags = argv
-    default = runpy.run_path(path)["get_config"](target=target)
-    config = tyro.cli(TrainConfig, default=default, args=flags, prog=f"train.py {path} --target {target}")
-    run_or_explain(train, config)
+
+    def run() -> None:
+        default = runpy.run_path(path)["get_config"](target=target)
+        train(tyro.cli(TrainConfig, default=default, args=flags, prog=f"train.py {path} --target {target}"))
+
+    run_or_explain(run)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,11 @@
 
 A training step has [anchors, G, V] logits, in float32 several times: far more than everything else. Every
 term here is linear in per-row weights that are known before the logits are, so its gradient can be taken
-while a chunk of logits is at hand. `block_loss` walks over chunks of rows, adds up the loss AND the gradients, and
-forgets the logits; the backward pass only multiplies by the incoming cotangent.
+while a chunk of logits is at hand. `block_loss` walks over chunks of rows, adds up the loss AND the
+gradients, and forgets the logits; the backward pass only multiplies by the incoming cotangent.
 """
 
 from __future__ import annotations
-
-import functools
 
 import flax.struct
 import jax
@@ -78,9 +76,9 @@ def _chunk_gradient(weights: RowWeights, log_q: Array, p: Array, labels: Array) 
     sign = jnp.sign(q - p)
     tv = q * (sign - (q * sign).sum(-1, keepdims=True))
     kl = q * p.sum(-1, keepdims=True) - p
-    gradient = weights.tv_BM[..., None] * tv + weights.kl_BM[..., None] * kl + weights.ce_BM[..., None] * q
-    columns = jnp.arange(q.shape[-1])
-    return gradient - jnp.where(columns == labels[..., None], weights.ce_BM[..., None], 0.0)
+    ce = q - (jnp.arange(q.shape[-1]) == labels[..., None])
+    ce_weight = jnp.where(labels >= 0, weights.ce_BM, 0.0)
+    return weights.tv_BM[..., None] * tv + weights.kl_BM[..., None] * kl + ce_weight[..., None] * ce
 
 
 def _loss_and_gradients(
@@ -122,8 +120,7 @@ def _loss_and_gradients(
     return (loss, terms), (grad_hidden, grad_latent, grad_w2)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _block_loss(chunk, dtype, *arrays):
+def _value(chunk, dtype, *arrays) -> tuple[Array, RowTerms]:
     return _loss_and_gradients(chunk, dtype, *arrays)[0]
 
 
@@ -132,11 +129,12 @@ def _forward(chunk, dtype, *arrays):
 
 
 def _backward(chunk, dtype, gradients, cotangents):
-    loss_cotangent, _ = cotangents
-    trained = tuple(None if g is None else g * loss_cotangent for g in gradients)
+    (grad_hidden, grad_latent, grad_w2), (loss_cotangent, _) = gradients, cotangents
+    trained = (None if g is None else g * loss_cotangent for g in (grad_hidden, grad_latent, grad_w2))
     return (*trained, None, None, None, None, None)
 
 
+_block_loss = jax.custom_vjp(_value, nondiff_argnums=(0, 1))
 _block_loss.defvjp(_forward, _backward)
 
 
@@ -156,7 +154,8 @@ def block_loss(
     """Weighted sum of CE, TV and soft CE over rows, never holding more than one chunk of logits.
 
     Draft logits are `hidden head + latent w2`; the target's are `target_hidden head`, normalised by
-    `target_logz`. Gradients flow to hidden, latent and w2. The head is frozen, and so is everything of the target.
+    `target_logz`. Gradients flow to hidden, latent and w2. The head is frozen, and so is everything of the
+    target.
 
     Args:
       hidden_BMD: the drafter's final hidden states, M rows per sequence.

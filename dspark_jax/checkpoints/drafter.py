@@ -1,6 +1,7 @@
 """Drafter checkpoints: Hugging Face directories in DeepSpec's format (spec section 9), with one addition.
 
-`draft_to_target` (int32 [Vd], unknown to DeepSpec) holds the target ids of a reduced draft vocabulary. A drafter that shares the target's embedding and LM head simply does not store them.
+`draft_to_target` (int32 [Vd], unknown to DeepSpec) holds the target ids of a reduced draft vocabulary.
+A drafter that shares the target's embedding and LM head simply does not store them.
 """
 
 from __future__ import annotations
@@ -106,6 +107,10 @@ def save_drafter(
       num_anchors: anchors per sequence in training, recorded as DeepSpec does.
       dtype: dtype in the file.
     """
+    if problem := _mask_problem(drafter.config.mask_token, target_hf_config):
+        raise InputError(
+            given=problem, expected="a token that never occurs in text", fix="choose another one"
+        )
     flat = traverse_util.flatten_dict(params)
     tensors = {}
     for name, slot in drafter_slots(drafter).items():
@@ -122,6 +127,8 @@ def save_drafter(
         "tie_word_embeddings": False,
         "dtype": jnp.dtype(dtype).name,
     }
+    if config.get("layer_types"):  # one entry per layer, or transformers refuses the file
+        config["layer_types"] = config["layer_types"][:1] * drafter.config.num_layers
     with atomic_write(directory / "model.safetensors") as file:
         file.write(save(tensors, metadata={"format": "pt"}))
     with atomic_write(directory / "config.json", "w") as file:
@@ -167,6 +174,10 @@ def load_drafter(path: str | Path, *, dtype: DTypeLike = jnp.float32) -> LoadedD
     ]
     if drafter.config.vocab_size != V and VOCABULARY not in present:
         problems.append(f"draft_vocab_size without {VOCABULARY}")
+    if VOCABULARY in present:
+        ids_np = source.read(VOCABULARY)
+        if len(np.unique(ids_np)) < ids_np.size or ids_np.min() < 0 or ids_np.max() >= V:
+            problems.append(f"{VOCABULARY} with repeated ids or ids outside 0..{V - 1}")
     if problems:
         raise InputError(
             given=f"{path}: " + "; ".join(problems),
@@ -188,6 +199,12 @@ def load_drafter(path: str | Path, *, dtype: DTypeLike = jnp.float32) -> LoadedD
     )
 
 
+def _mask_problem(mask_token: int | None, hf: Mapping[str, Any]) -> str | None:
+    """Padding as mask token: other engines give it no embedding, or mask its rows out."""
+    is_padding = mask_token is not None and mask_token == hf.get("pad_token_id")
+    return f"mask_token_id {mask_token}, the padding id" if is_padding else None
+
+
 def _config(hf: Mapping[str, Any]) -> DSparkConfig:
     known = set(ARCHITECTURES.values())
     if not set(hf.get("architectures") or []) <= known or "block_size" not in hf:
@@ -196,16 +213,33 @@ def _config(hf: Mapping[str, Any]) -> DSparkConfig:
             expected=f"a drafter: one of {sorted(known)}",
             fix="pass a drafter directory; for a target use --target",
         )
-    layers = decoder_config_from_hf({name: value for name, value in hf.items() if name not in OWN_FIELDS})
+    needed = ["mask_token_id", "target_layer_ids", "markov_rank", "enable_confidence_head"]
+    needed += ["confidence_head_with_markov"] if hf.get("enable_confidence_head") else []
+    problems = [f"no field {name!r}" for name in needed if hf.get(name) is None]
+    if hf.get("markov_rank") and hf.get("markov_head_type") not in HEAD_TYPES:
+        problems.append(f"markov_head_type {hf.get('markov_head_type')!r}")
+    if problem := _mask_problem(hf.get("mask_token_id"), hf):
+        problems.append(problem)
+    layers = None
+    try:
+        layers = decoder_config_from_hf({name: value for name, value in hf.items() if name not in OWN_FIELDS})
+    except InputError as error:
+        problems.append(error.given)
+    if problems or layers is None:
+        raise InputError(
+            given="a drafter's config with " + ", ".join(problems),
+            expected=f"DeepSpec's fields, and markov_head_type one of {sorted(HEAD_TYPES)}",
+            fix="use a config.json as dspark_jax or DeepSpec writes it",
+        )
     head: SequentialHead | None = None
     if hf["markov_rank"]:
         head = HEAD_TYPES[hf["markov_head_type"]](rank=hf["markov_rank"])
-    confidence = (
-        Confidence(with_markov=hf["confidence_head_with_markov"]) if hf["enable_confidence_head"] else None
-    )
+    confidence = None
+    if hf["enable_confidence_head"]:
+        confidence = Confidence(with_markov=hf["confidence_head_with_markov"])
     return DSparkConfig(
         target_vocab_size=layers.vocab_size,
-        vocab_size=hf.get("draft_vocab_size", layers.vocab_size),
+        vocab_size=hf.get("draft_vocab_size") or layers.vocab_size,
         num_layers=layers.num_layers,
         block=layers.block,
         taps=tuple(hf["target_layer_ids"]),

@@ -1,4 +1,4 @@
-"""`dspark cache-features`: run the target over the training sequences once and keep what the drafter reads."""
+"""`dspark cache-features`: run the target over the sequences once and keep what the drafter reads."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from dspark_jax.checkpoints.targets import load_target
+from dspark_jax.checkpoints.targets import load_target, open_source
 from dspark_jax.core.buckets import round_up
 from dspark_jax.data.chat import ChatTemplate
 from dspark_jax.data.feature_record import FeatureRecord, dry_run_bytes
 from dspark_jax.data.feature_store import FeatureStoreWriter, StoreDescription
 from dspark_jax.data.sources import Example, read_responses
+from dspark_jax.targets.families import decoder_config_from_hf
 from dspark_jax.training.features import TargetFeatures, target_features
 
 LENGTH_MULTIPLE = 64
@@ -25,7 +26,7 @@ LENGTH_MULTIPLE = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheFeatures:
-    """Write a feature store (ArrayRecord, bfloat16) for sequences that will be trained on for several epochs."""
+    """Write a feature store (ArrayRecord, bfloat16) for sequences that several epochs will train on."""
 
     responses: tuple[Path, ...]
     """Response files (JSONL or .jsonl.gz), as `dspark regenerate` writes them."""
@@ -47,24 +48,33 @@ class CacheFeatures:
 
 def run(config: CacheFeatures) -> None:
     """Fills the store, longest sequences last; safe to kill and repeat."""
-    examples = [_cut(example, config.max_length) for example in read_responses(config.responses)]
-    target = load_target(config.target, dtype=config.dtype)
-    width = target.config.block.width
+    target_config = decoder_config_from_hf(open_source(config.target).config)
+    width = target_config.block.width
+    responses = read_responses(config.responses, vocab_size=target_config.vocab_size)
+    examples = [_cut(example, config.max_length) for example in responses]
     size_bytes = dry_run_bytes(examples, len(config.taps), width)
     tokens = sum(len(example.tokens_np) for example in examples)
     print(f"{len(examples)} sequences, {tokens} tokens, {size_bytes / 1e9:.2f} GB")
     if config.dry_run:
         return
+    target = load_target(config.target, dtype=config.dtype)
     description = StoreDescription(
-        identity=target.identity, taps=config.taps, width=width, template=ChatTemplate(tokenizer=target.tokenizer).name
+        identity=target.identity,
+        taps=config.taps,
+        width=width,
+        template=ChatTemplate(tokenizer=target.tokenizer).name,
     )
     with FeatureStoreWriter(config.output, description) as writer:
         done = writer.done_ids()
         todo = [example for example in examples if example.id not in done]
         forward = jax.jit(
-            functools.partial(target_features, config=target.config, taps=config.taps, dtype=jnp.dtype(config.dtype))
+            functools.partial(
+                target_features, config=target.config, taps=config.taps, dtype=jnp.dtype(config.dtype)
+            )
         )
-        with tqdm(total=sum(len(example.tokens_np) for example in todo), unit="tok", unit_scale=True) as progress:
+        with tqdm(
+            total=sum(len(example.tokens_np) for example in todo), unit="tok", unit_scale=True
+        ) as progress:
             for batch in _batches(todo, config.batch_tokens):
                 length = round_up(len(batch[-1].tokens_np), LENGTH_MULTIPLE)
                 rows = max(config.batch_tokens // length, 1)

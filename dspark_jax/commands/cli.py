@@ -16,6 +16,7 @@ COMMANDS = {
     "regenerate": ("regenerate", "Regenerate", "let the target answer prompts: the data that drafters learn from"),
     "cache-features": ("cache_features", "CacheFeatures", "store the target's features for several epochs of training"),
     "evaluate": ("evaluate", "Evaluate", "measure accepted length and acceptance per position on held-out prompts"),
+    "plot-training": ("plot_training", "PlotTraining", "draw the course of training runs as a PNG"),
 }
 
 

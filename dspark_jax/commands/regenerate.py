@@ -19,7 +19,7 @@ from dspark_jax.speculation.verify_length import FullBlock
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Regenerate:
-    """Write the target's responses to prompts as JSON lines; killed at any moment, it goes on where it was."""
+    """Write the target's responses to prompts as JSON lines; killed at any moment, it goes on later."""
 
     prompts: tuple[Path, ...]
     """Prompt files: JSONL or .jsonl.gz with id, domain, source, prompt."""
@@ -28,7 +28,7 @@ class Regenerate:
     target: str = "smollm2-135m"
     """Target model: embedded name, .gguf file, Hugging Face directory or hub id."""
     drafter: str = NONE
-    """Drafter directory, "shipped" or "none": speculative decoding changes the speed, not the law of the answers."""
+    """Drafter directory, "shipped" or "none": speculation changes the speed, not the law of the answers."""
     temperature: float = 1.0
     """Sampling temperature."""
     max_new_tokens: int = 256
@@ -47,6 +47,8 @@ class Regenerate:
 
 def run(config: Regenerate) -> None:
     """Answers every prompt that the output does not hold yet, in an order that mixes the files."""
+    prompts = [prompt for prompt in read_prompts(config.prompts) if not is_held_out(prompt.id)]
+    prompts.sort(key=lambda prompt: hashlib.sha256(f"{config.seed}:{prompt.id}".encode()).digest())
     loaded = load_engine(
         target=config.target,
         drafter=config.drafter,
@@ -57,12 +59,11 @@ def run(config: Regenerate) -> None:
             dtype=config.dtype,
         ),
     )
-    prompts = [prompt for prompt in read_prompts(config.prompts) if not is_held_out(prompt.id)]
-    prompts.sort(key=lambda prompt: hashlib.sha256(f"{config.seed}:{prompt.id}".encode()).digest())
     log = JsonLinesLog(config.output)
     by_id = {prompt.id: prompt for prompt in prompts}
     limit = len(prompts) if config.limit is None else config.limit
-    todo = [prompt for prompt in prompts if prompt.id not in log.done_ids][: max(limit - len(log.done_ids), 0)]
+    todo = [prompt for prompt in prompts if prompt.id not in log.done_ids]
+    todo = todo[: max(limit - len(log.done_ids), 0)]
     tokens = 0
     with tqdm(total=len(todo), unit="response") as progress:
         for request in loaded.engine.run(_requests(todo, loaded, config)):
@@ -93,5 +94,7 @@ def _requests(prompts: list[Prompt], loaded: LoadedEngine, config: Regenerate) -
                 prompt_tokens=tokens,
                 max_new_tokens=config.max_new_tokens,
                 stop_ids=frozenset(loaded.target.eos_ids),
-                sampling=SamplingOptions(temperature=config.temperature, seed=int.from_bytes(digest[8:12], "big")),
+                sampling=SamplingOptions(
+                    temperature=config.temperature, seed=int.from_bytes(digest[8:12], "big")
+                ),
             )

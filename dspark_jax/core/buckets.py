@@ -17,7 +17,9 @@ def bucket_for(size: int, buckets: Sequence[int]) -> int:
         if size <= bucket:
             return bucket
     raise InputError(
-        given=f"size {size}", expected=f"at most the largest declared bucket, {max(buckets)}", fix="shorten the input"
+        given=f"size {size}",
+        expected=f"at most the largest declared bucket, {max(buckets)}",
+        fix="shorten the input",
     )
 
 

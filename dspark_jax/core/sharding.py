@@ -37,14 +37,16 @@ def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices=None) ->
         sizes[sizes.index(-1)] = max(len(devices) // known, 1)
     if int(np.prod(sizes)) != len(devices):
         raise InputError(
-            given=f"mesh {dict(zip(MESH_AXES, (data, fsdp, tensor), strict=True))} over {len(devices)} devices",
+            given=f"mesh data={data}, fsdp={fsdp}, tensor={tensor} over {len(devices)} devices",
             expected="sizes whose product is the number of devices",
             fix="set one of the sizes to -1, or pass fewer devices",
         )
     return Mesh(np.asarray(devices).reshape(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
-def partition_spec(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...] | None = None) -> PartitionSpec:
+def partition_spec(
+    mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...] | None = None
+) -> PartitionSpec:
     """Logical axes -> PartitionSpec. An axis that a mesh size does not divide stays whole.
 
     Raises:
@@ -54,7 +56,9 @@ def partition_spec(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, .
     parts = []
     for i, axis in enumerate(axes):
         if axis is not None and axis not in RULES:
-            raise InputError(given=f"logical axis {axis!r}", expected=f"one of {sorted(RULES)}", fix="add a rule for it")
+            raise InputError(
+                given=f"logical axis {axis!r}", expected=f"one of {sorted(RULES)}", fix="add a rule for it"
+            )
         mesh_axes = RULES[axis] if axis is not None else ()
         if used & set(mesh_axes):
             raise InputError(
@@ -69,7 +73,9 @@ def partition_spec(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, .
     return PartitionSpec(*parts)
 
 
-def param_sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...] | None = None) -> NamedSharding:
+def param_sharding(
+    mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...] | None = None
+) -> NamedSharding:
     """The sharding of an array with these logical axes."""
     return NamedSharding(mesh, partition_spec(mesh, axes, shape))
 

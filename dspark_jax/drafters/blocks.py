@@ -1,4 +1,4 @@
-"""Training blocks: the positions, previous tokens, labels and supervised slots of an anchor (spec section 5)."""
+"""Training blocks: positions, previous tokens, labels and supervised slots of an anchor (spec section 5)."""
 
 from __future__ import annotations
 

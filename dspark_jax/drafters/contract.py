@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import flax.struct
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from dspark_jax.nn.kv_cache import KVCache
 
@@ -98,7 +99,15 @@ class TrainingRows:
 class Drafter(Protocol):
     """Pure functions over a plain parameter dict."""
 
-    config: Any
+    @property
+    def config(self) -> Any:
+        """Its dimensions."""
+        ...
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """dtype in which matrix products read their inputs."""
+        ...
 
     def init(self, key: Array) -> Params:
         """Fresh parameters, boxed with their logical axes."""

@@ -35,8 +35,8 @@ class DSparkNetwork(nn.Module):
                 c.head, target_vocab_size=c.target_vocab_size, vocab_size=c.vocab_size, width=c.block.width
             )
         if c.confidence is not None:
-            reads_markov = c.head is not None and c.confidence.with_markov
-            self.confidence = ConfidenceHead(c.block.width + (c.head.rank if reads_markov else 0))
+            markov_rank = c.head.rank if c.head is not None and c.confidence.with_markov else 0
+            self.confidence = ConfidenceHead(c.block.width + markov_rank)
 
     def context_rows(self, features_BTCD: Array, positions_BT: Array):
         """Per layer, context keys and values [B, T, K, H]."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import DTypeLike
 
 from dspark_jax.core.buckets import bucket_for, powers_of_two
@@ -20,8 +22,10 @@ from dspark_jax.engine.programs import Models, plain_round, prefill, speculative
 from dspark_jax.engine.requests import Request, SamplingOptions, Status
 from dspark_jax.engine.state import EngineState, RoundResult, Weights
 from dspark_jax.speculation.sampling import SamplingParams
-from dspark_jax.speculation.verify_length import FixedLength, FullBlock, VerifyPolicy
+from dspark_jax.speculation.verify_length import ConfidenceThreshold, FixedLength, FullBlock, VerifyPolicy
 from dspark_jax.targets.config import DecoderConfig
+
+Program = jax.stages.Compiled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,9 @@ class EngineConfig:
     def __post_init__(self):
         for name in ("slots", "max_context", "smallest_prefill"):
             if getattr(self, name) < 1:
-                raise InputError(given=f"{name}={getattr(self, name)}", expected="at least 1", fix=f"raise {name}")
+                raise InputError(
+                    given=f"{name}={getattr(self, name)}", expected="at least 1", fix=f"raise {name}"
+                )
 
     @property
     def prefill_buckets(self) -> tuple[int, ...]:
@@ -65,40 +71,84 @@ class Engine:
 
     Args:
       target: the target's dimensions.
-      target_params: its parameters.
       drafter: pure functions of a drafter, or None for plain decoding.
       weights: what rounds read; `shared` and `drafter` are None without a drafter.
       config: shapes and policy.
+
+    Attributes:
+      models: the networks.
+      compile_s: seconds spent on compiling so far.
+
+    Raises:
+      InputError: the models cannot do what the configuration asks for.
     """
 
-    def __init__(self, *, target: DecoderConfig, drafter: Drafter | None, weights: Weights, config: EngineConfig):
+    def __init__(
+        self, *, target: DecoderConfig, drafter: Drafter | None, weights: Weights, config: EngineConfig
+    ):
         self.config = config
         self.models = Models(target=target, drafter=drafter, dtype=config.dtype)
+        _check_policy(config.policy, self.models.drafter)
+        if config.max_context > target.max_positions:
+            raise InputError(
+                given=f"max_context={config.max_context}",
+                expected=f"at most {target.max_positions}, the longest context that this target was made for",
+                fix="lower max_context",
+            )
+        self.compile_s = 0.0
+        self._programs: dict[tuple, Program] = {}
         self._weights = weights
         # A round writes up to G rows past the last token that a request may hold.
         length = max(config.max_context + self.models.block_len + 1, config.prefill_buckets[-1])
-        self._state = EngineState.create(target, drafter, slots=config.slots, length=length, dtype=config.dtype)
+        self._state = EngineState.create(
+            target, drafter, slots=config.slots, length=length, dtype=config.dtype
+        )
         self._queue: collections.deque[Request] = collections.deque()
         self._slots: list[Request | None] = [None] * config.slots
 
-    @functools.cache  # noqa: B019 an engine lives as long as its programs
-    def _prefill_program(self, filters: bool):
-        return jax.jit(functools.partial(prefill, models=self.models, filters=filters), donate_argnums=1)
+    def warm_up(
+        self, prompt_buckets: Iterable[int] | None = None, *, filters: Iterable[bool] = (False, True)
+    ) -> None:
+        """Compiles ahead of the first request; a program that is left out compiles when it is first needed.
 
-    @functools.cache  # noqa: B019
-    def _round_program(self, filters: bool):
-        if self.models.drafter is None:
-            return jax.jit(functools.partial(plain_round, models=self.models, filters=filters), donate_argnums=1)
-        return jax.jit(
-            functools.partial(
+        Args:
+          prompt_buckets: prompt shapes to compile, in tokens; all declared ones by default.
+          filters: whether rounds without and with top-k, top-p and min-p will be needed.
+        """
+        for any_filters in filters:
+            self._round_program(any_filters)
+        self._release_program()
+        for bucket in self.config.prefill_buckets if prompt_buckets is None else prompt_buckets:
+            self._prefill_program(bucket, self._prefill_args(0, [0] * bucket, SamplingOptions()))
+
+    def _round_program(self, filters: bool) -> Program:
+        function = functools.partial(plain_round, models=self.models, filters=filters)
+        if self.models.drafter is not None:
+            function = functools.partial(
                 speculative_round,
                 models=self.models,
                 policy=self.config.policy,
                 buckets=self.config.verify_buckets(self.models.block_len),
                 filters=filters,
-            ),
-            donate_argnums=1,
+            )
+        return self._program(("round", filters), function, self._weights, self._state)
+
+    def _prefill_program(self, bucket: int, args: tuple) -> Program:
+        # One row's filters cost nothing beside a prompt, and half as many programs compile.
+        return self._program(
+            ("prefill", bucket), functools.partial(prefill, models=self.models, filters=True), *args
         )
+
+    def _release_program(self) -> Program:
+        return self._program(("release",), _deactivate, self._state, np.int32(0))
+
+    def _program(self, name: tuple, function: Callable, *args) -> Program:
+        """A compiled program: it takes these shapes and no others, so nothing ever compiles unseen."""
+        if name not in self._programs:
+            start_s = time.perf_counter()
+            self._programs[name] = jax.jit(function, donate_argnames="state").lower(*args).compile()
+            self.compile_s += time.perf_counter() - start_s
+        return self._programs[name]
 
     def check(self, request: Request) -> None:
         """Refuses a request that this engine cannot hold.
@@ -106,10 +156,10 @@ class Engine:
         Raises:
           InputError: the prompt and its answer exceed `max_context`, or a token is out of range.
         """
-        total = len(request.prompt_tokens) + request.max_new_tokens
-        if total > self.config.max_context:
+        prompt_tokens = len(request.prompt_tokens)
+        if prompt_tokens + request.max_new_tokens > self.config.max_context:
             raise InputError(
-                given=f"{len(request.prompt_tokens)} prompt tokens and max_new_tokens={request.max_new_tokens}",
+                given=f"{prompt_tokens} prompt tokens and max_new_tokens={request.max_new_tokens}",
                 expected=f"at most {self.config.max_context} together",
                 fix="shorten the prompt, lower max_new_tokens or raise max_context",
             )
@@ -146,8 +196,8 @@ class Engine:
         if not running:
             return finished
         filters = any(request.sampling.uses_filters for _, request in running)
-        self._state, result = self._round_program(filters)(self._weights, self._state)
-        result: RoundResult = jax.device_get(result)
+        self._state, on_device = self._round_program(filters)(self._weights, self._state)
+        result: RoundResult = jax.device_get(on_device)
         for slot, request in running:
             request.accepted_per_round.append(int(result.accepted_B[slot]))
             request.verified_per_round.append(int(result.verified_B[slot]))
@@ -186,24 +236,45 @@ class Engine:
         return finished
 
     def _prefill(self, slot: int, request: Request) -> None:
-        prompt_np = np.asarray(request.prompt_tokens, np.int32)
-        tokens_np = np.zeros((1, bucket_for(len(prompt_np), self.config.prefill_buckets)), np.int32)
-        tokens_np[0, : len(prompt_np)] = prompt_np
         request.move_to(Status.DECODING)
-        self._state, anchor_1 = self._prefill_program(request.sampling.uses_filters)(
+        bucket = bucket_for(len(request.prompt_tokens), self.config.prefill_buckets)
+        args = self._prefill_args(slot, request.prompt_tokens, request.sampling)
+        self._state, anchor_1 = self._prefill_program(bucket, args)(*args)
+        request.emit(jax.device_get(anchor_1).tolist())
+
+    def _prefill_args(self, slot: int, prompt_tokens: list[int], sampling: SamplingOptions) -> tuple:
+        tokens_np = np.zeros((1, bucket_for(len(prompt_tokens), self.config.prefill_buckets)), np.int32)
+        tokens_np[0, : len(prompt_tokens)] = prompt_tokens
+        return (
             self._weights,
             self._state,
             np.int32(slot),
             tokens_np,
-            np.int32(len(prompt_np)),
-            request_key(request.sampling.seed)[None],
-            _sampling_row(request.sampling),
+            np.int32(len(prompt_tokens)),
+            request_key(sampling.seed)[None],
+            _sampling_row(sampling),
         )
-        request.emit([int(anchor_1[0])])
 
     def _release(self, slot: int) -> None:
         self._slots[slot] = None
-        self._state = _deactivate(self._state, slot)
+        self._state = self._release_program()(self._state, np.int32(slot))
+
+
+def _check_policy(policy: VerifyPolicy, drafter: Drafter | None) -> None:
+    """Refuses a policy under which nothing would ever be verified, and nobody would notice."""
+    block_len = 0 if drafter is None else drafter.config.block_len
+    if isinstance(policy, FixedLength) and policy.length > block_len:
+        raise InputError(
+            given=f"a fixed verify length of {policy.length}",
+            expected=f"at most the {block_len} tokens that are drafted in a round",
+            fix="lower the length, or verify the full block",
+        )
+    if isinstance(policy, ConfidenceThreshold) and (drafter is None or drafter.config.confidence is None):
+        raise InputError(
+            given=f"a confidence threshold of {policy.threshold}",
+            expected="a drafter with a confidence head",
+            fix="verify the full block or a fixed length, or use another drafter",
+        )
 
 
 def _sampling_row(options: SamplingOptions) -> SamplingParams:
@@ -215,7 +286,8 @@ def _sampling_row(options: SamplingOptions) -> SamplingParams:
     )
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _deactivate(state: EngineState, slot) -> EngineState:
+def _deactivate(state: EngineState, slot: Array) -> EngineState:
     # Position 0 keeps an idle slot's writes inside its own rows, however long it idles.
-    return state.replace(active_B=state.active_B.at[slot].set(False), positions_B=state.positions_B.at[slot].set(0))
+    return state.replace(
+        active_B=state.active_B.at[slot].set(False), positions_B=state.positions_B.at[slot].set(0)
+    )

@@ -37,13 +37,16 @@ def load_engine(*, target: str, drafter: str, config: EngineConfig) -> LoadedEng
 
     Args:
       target: embedded name, .gguf file, Hugging Face directory or hub id.
-      drafter: directory or hub id of a drafter; "shipped" for the one in this repository; "none" for plain decoding.
+      drafter: directory or hub id of a drafter, "shipped" for the one in this repository, or "none" for plain
+        decoding.
       config: shapes and policy.
     """
     loaded = load_target(target, dtype=config.dtype)
     draft = None
     if drafter != NONE:
-        draft = load_drafter(shipped_drafter(target) if drafter == SHIPPED else Path(drafter), dtype=config.dtype)
+        draft = load_drafter(
+            shipped_drafter(target) if drafter == SHIPPED else Path(drafter), dtype=config.dtype
+        )
     engine = make_engine(loaded, draft, config)
     return LoadedEngine(engine=engine, target=loaded, chat=ChatTemplate(tokenizer=loaded.tokenizer))
 

@@ -1,7 +1,7 @@
 """The pure functions that the engine compiles: prefill one request; run one round for all slots.
 
-A round is draft, choose, verify, accept, commit (spec section 6). Each stage is a function of its own, so that
-benchmarks can time it and tests can take it apart; `speculative_round` is their composition.
+A round is draft, choose, verify, accept, commit (spec section 6). Each stage is a function of its own, so
+that benchmarks can time it and tests can take it apart; `speculative_round` is their composition.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Models:
     def run_target(self, weights: Weights, tokens_BT: Array, start_B: Array, cache: KVCache) -> TargetOutput:
         """The target on T tokens per request, with the taps that the drafter reads."""
         taps = () if self.drafter is None else self.drafter.config.taps
-        return self.decoder.apply({"params": weights.target}, tokens_BT, start_B=start_B, cache=cache, taps=taps)
+        return self.decoder.apply(
+            {"params": weights.target}, tokens_BT, start_B=start_B, cache=cache, taps=taps
+        )
 
 
 def prefill(
@@ -133,7 +135,13 @@ def verify(
 
 
 def accept(
-    weights: Weights, state: EngineState, block: DraftBlock, logits_BTV: Array, verify_len_B: Array, *, filters: bool
+    weights: Weights,
+    state: EngineState,
+    block: DraftBlock,
+    logits_BTV: Array,
+    verify_len_B: Array,
+    *,
+    filters: bool,
 ) -> Verified:
     """Rejection sampling: which drafts stay, and the target's own token."""
     return verify_block(
@@ -167,7 +175,13 @@ def commit(
 
 
 def speculative_round(
-    weights: Weights, state: EngineState, *, models: Models, policy: VerifyPolicy, buckets: tuple[int, ...], filters: bool
+    weights: Weights,
+    state: EngineState,
+    *,
+    models: Models,
+    policy: VerifyPolicy,
+    buckets: tuple[int, ...],
+    filters: bool,
 ) -> tuple[EngineState, RoundResult]:
     """One round for all slots.
 
@@ -217,5 +231,8 @@ def plain_round(
     verified = accept(weights, state, nothing, output.logits_BTV, none_B, filters=filters)
     new_state = commit(weights, state, output, verified, drafter=None)
     return new_state, RoundResult(
-        tokens_BT=verified.tokens_BT, accepted_B=none_B, verified_B=none_B, confidence_logits_BG=nothing.confidence_logits_BG
+        tokens_BT=verified.tokens_BT,
+        accepted_B=none_B,
+        verified_B=none_B,
+        confidence_logits_BG=nothing.confidence_logits_BG,
     )

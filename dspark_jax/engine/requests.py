@@ -28,19 +28,22 @@ class SamplingOptions:
 
     def __post_init__(self):
         legal = {
-            "temperature": (self.temperature >= 0, "0 or more"),
-            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "temperature": (0 <= self.temperature <= 1e6, "0 to 1e6"),
+            "top_k": (0 <= self.top_k < 2**31, "0 (off) to 2**31 - 1"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (0 <= self.min_p < 1, "in [0, 1)"),
+            "seed": (0 <= self.seed < 2**32, "0 to 2**32 - 1"),
         }
         for name, (ok, expected) in legal.items():
             if not ok:
-                raise InputError(given=f"{name}={getattr(self, name)}", expected=expected, fix=f"correct {name}")
+                raise InputError(
+                    given=f"{name}={getattr(self, name)}", expected=expected, fix=f"correct {name}"
+                )
 
     @property
     def uses_filters(self) -> bool:
-        """Whether more than the temperature shapes the distribution."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        """Whether more than the temperature shapes the distribution; greedy decoding knows no filters."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 class Status(enum.Enum):
@@ -67,9 +70,9 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Request:
-    """One prompt and its growing answer.
+    """One prompt and its growing answer. Two requests are never equal, however much they ask for the same.
 
     Attributes:
       id: the caller's name for it.
@@ -96,10 +99,14 @@ class Request:
 
     def __post_init__(self):
         if not self.prompt_tokens:
-            raise InputError(given=f"request {self.id!r} without tokens", expected="a prompt", fix="give it a prompt")
+            raise InputError(
+                given=f"request {self.id!r} without tokens", expected="a prompt", fix="give it a prompt"
+            )
         if self.max_new_tokens < 1:
             raise InputError(
-                given=f"request {self.id!r} with max_new_tokens={self.max_new_tokens}", expected="at least 1", fix="raise it"
+                given=f"request {self.id!r} with max_new_tokens={self.max_new_tokens}",
+                expected="at least 1",
+                fix="raise it",
             )
 
     @property
@@ -110,7 +117,9 @@ class Request:
     def move_to(self, status: Status) -> None:
         """Changes the status along `TRANSITIONS`."""
         if status not in TRANSITIONS[self._status]:
-            raise RuntimeError(f"request {self.id!r}: {self._status.value} -> {status.value} is not a legal transition")
+            raise RuntimeError(
+                f"request {self.id!r}: {self._status.value} -> {status.value} is not a legal transition"
+            )
         self._status = status
 
     def emit(self, tokens: list[int]) -> None:

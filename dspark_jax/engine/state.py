@@ -52,17 +52,24 @@ class EngineState:
     sampling: SamplingParams
 
     @classmethod
-    def create(cls, target: DecoderConfig, drafter: Drafter | None, *, slots: int, length: int, dtype: DTypeLike):
+    def create(
+        cls, target: DecoderConfig, drafter: Drafter | None, *, slots: int, length: int, dtype: DTypeLike
+    ):
         """Empty slots of `length` positions each."""
         return cls(
-            cache=KVCache.create(target.block, num_layers=target.num_layers, batch=slots, length=length, dtype=dtype),
+            cache=KVCache.create(
+                target.block, num_layers=target.num_layers, batch=slots, length=length, dtype=dtype
+            ),
             context=None if drafter is None else drafter.create_context(batch=slots, length=length),
             anchors_B=jnp.zeros(slots, jnp.int32),
             positions_B=jnp.zeros(slots, jnp.int32),
             active_B=jnp.zeros(slots, bool),
             keys_B=jax.random.split(jax.random.key(0), slots),
             sampling=SamplingParams(
-                temperature_B=jnp.zeros(slots), top_k_B=jnp.zeros(slots, jnp.int32), top_p_B=jnp.ones(slots), min_p_B=jnp.zeros(slots)
+                temperature_B=jnp.zeros(slots),
+                top_k_B=jnp.zeros(slots, jnp.int32),
+                top_p_B=jnp.ones(slots),
+                min_p_B=jnp.zeros(slots),
             ),
         )
 
@@ -88,6 +95,8 @@ def put_row(slots, row, slot: Array):
     """Writes a tree of one-request arrays [1, ...] into slot number `slot` of arrays [B, ...]."""
 
     def put(array: Array, value: Array) -> Array:
-        return jax.lax.dynamic_update_slice(array, value.astype(array.dtype), (slot,) + (0,) * (array.ndim - 1))
+        return jax.lax.dynamic_update_slice(
+            array, value.astype(array.dtype), (slot,) + (0,) * (array.ndim - 1)
+        )
 
     return jax.tree.map(put, slots, row)

@@ -100,7 +100,8 @@ class Decoder(nn.Module):
         Args:
           tokens_BT: int32 ids. Right padding is harmless: attention is causal.
           start_B: position of the first token, int32; 0 without a cache.
-          cache: committed keys and values; the T rows are written into it. None: the T tokens see each other only.
+          cache: committed keys and values; the T rows are written into it. None: the T tokens see each
+            other only.
           taps: layers whose raw outputs become `features_BTCD`; -1 is the embedding.
 
         Raises:

@@ -1,9 +1,10 @@
-"""What one training run is. The resolved configuration and its fingerprint are written into the run directory."""
+"""What one training run is. Its resolved form and fingerprint are written into the run directory."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from dspark_jax.core.errors import InputError
 from dspark_jax.data.pipeline import DataConfig
@@ -29,17 +30,27 @@ class DrafterRecipe:
     """Confidence head."""
     draft_vocab_size: int | None = None
     """Draft only the most frequent tokens of the training responses; None: the whole vocabulary."""
-    start_from_layers: tuple[int, ...] | None = None
-    """Target layers that the backbone's layers start as copies of; None: random."""
+    warm_start_sequences: int = 0
+    """Training sequences for the regression that parameters start from (warm_start.py); 0: random."""
 
     def resolve(self, target: DecoderConfig) -> DSparkConfig:
-        """The full configuration of a drafter for this target."""
-        if self.start_from_layers is not None and len(self.start_from_layers) != self.num_layers:
-            raise InputError(
-                given=f"start_from_layers={self.start_from_layers} with num_layers={self.num_layers}",
-                expected="one target layer for every layer of the backbone",
-                fix="change one of the two",
-            )
+        """The full configuration of a drafter for this target.
+
+        Raises:
+          InputError: the recipe names layers or ids that the target does not have.
+        """
+        _require(
+            max(self.taps, default=-1) < target.num_layers,
+            given=f"taps={self.taps}",
+            expected=f"layer numbers from -1 (the embedding) to {target.num_layers - 1}",
+            fix="choose taps that this target has",
+        )
+        _require(
+            not (self.warm_start_sequences and target.block.qk_norm),
+            given=f"warm_start_sequences={self.warm_start_sequences} for a target with head norms",
+            expected="0: the regression sets the size of queries and keys, which head norms undo",
+            fix="start from random parameters",
+        )
         return DSparkConfig(
             target_vocab_size=target.vocab_size,
             vocab_size=self.draft_vocab_size or target.vocab_size,
@@ -62,7 +73,7 @@ class LossConfig:
     tv: float = 0.9
     """Distance ||q - p||_1 to the target's distribution."""
     kl: float = 0.0
-    """Cross-entropy to the target's whole distribution. Not in the paper: a smoother start for small budgets."""
+    """Cross-entropy to the target's whole distribution. Not in the paper: a smoother start for few steps."""
     confidence: float = 1.0
     """Binary cross-entropy of the confidence head."""
     decay_len: float = 4.0
@@ -70,10 +81,25 @@ class LossConfig:
     chunk: int = 128
     """Rows per sequence whose logits exist at the same time."""
 
+    def __post_init__(self):
+        for name in ("ce", "tv", "kl", "confidence"):
+            _require(
+                getattr(self, name) >= 0,
+                given=f"loss weight {name}={getattr(self, name)}",
+                expected="0 or more",
+                fix="switch a term off with 0",
+            )
+        _require(
+            self.decay_len > 0 and self.chunk >= 1,
+            given=f"decay_len={self.decay_len}, chunk={self.chunk}",
+            expected="decay_len above 0 and chunk at least 1",
+            fix="raise them",
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW without weight decay, linear warm-up, cosine to zero."""
+    """AdamW without weight decay (or Muon), linear warm-up, cosine to zero."""
 
     learning_rate: float = 6e-4
     """Peak learning rate."""
@@ -85,6 +111,17 @@ class OptimizerConfig:
     """Decay of the first moment."""
     b2: float = 0.999
     """Decay of the second moment."""
+    orthogonalise: bool = False
+    """Muon for the matrices of the backbone's layers: twice the progress per step, for a dearer step."""
+
+    def __post_init__(self):
+        _require(
+            self.learning_rate > 0 and self.clip_norm > 0 and 0 <= self.warmup_share < 1,
+            given=f"learning_rate={self.learning_rate}, clip_norm={self.clip_norm}, "
+            f"warmup_share={self.warmup_share}",
+            expected="positive numbers, and a share in [0, 1)",
+            fix="correct the optimiser's settings",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,11 +176,37 @@ class TrainConfig:
     """Latest checkpoints to keep."""
 
     def __post_init__(self):
-        if self.data.batch_size % self.microbatches:
-            raise InputError(
-                given=f"batch_size={self.data.batch_size} in microbatches={self.microbatches}",
-                expected="equal parts",
-                fix="make the batch size a multiple of the number of microbatches",
+        for name in ("steps", "microbatches", "log_every_steps", "save_every_steps", "keep_checkpoints"):
+            _require(
+                getattr(self, name) >= 1,
+                given=f"{name}={getattr(self, name)}",
+                expected="at least 1",
+                fix=f"raise {name}",
             )
-        if self.steps < 1:
-            raise InputError(given=f"steps={self.steps}", expected="at least 1", fix="train for at least one step")
+        _require(
+            self.data.batch_size % self.microbatches == 0,
+            given=f"batch_size={self.data.batch_size} in microbatches={self.microbatches}",
+            expected="equal parts",
+            fix="make the batch size a multiple of the number of microbatches",
+        )
+        _require(
+            self.dtype in ("bfloat16", "float32"),
+            given=f"dtype={self.dtype!r}",
+            expected="bfloat16 or float32",
+            fix="choose one of the two; the master weights are float32 in any case",
+        )
+
+
+def as_json(value: Any) -> Any:
+    """A configuration as plain JSON; dataclasses name their type, since variants can have the same fields."""
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"type": type(value).__name__, **fields}
+    if isinstance(value, tuple):
+        return [as_json(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _require(legal: bool, *, given: str, expected: str, fix: str) -> None:
+    if not legal:
+        raise InputError(given=given, expected=expected, fix=fix)

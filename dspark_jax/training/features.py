@@ -1,6 +1,8 @@
-"""What the drafter learns from: the frozen target's features, hidden states and normalisers of given tokens."""
+"""What the drafter learns from: the frozen target's features, hidden states and normalisers."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import flax.struct
 import jax
@@ -28,16 +30,23 @@ class TargetFeatures:
 
 
 def target_features(
-    params: dict, tokens_BT: Array, *, config: DecoderConfig, taps: tuple[int, ...], dtype: DTypeLike, chunk: int = 64
+    params: dict,
+    tokens_BT: Array,
+    *,
+    config: DecoderConfig,
+    taps: tuple[int, ...],
+    dtype: DTypeLike,
+    chunk: int = 64,
 ) -> TargetFeatures:
     """Runs the target without a cache; logits exist for `chunk` positions per sequence at a time."""
     decoder = Decoder(config, dtype)
-    output = decoder.apply({"params": params}, tokens_BT, taps=taps)
+    output: Any = decoder.apply({"params": params}, tokens_BT, taps=taps)
     B, T, D = output.hidden_BTD.shape
-    chunks = jnp.pad(output.hidden_BTD, ((0, 0), (0, -T % chunk), (0, 0))).reshape(B, -1, chunk, D).swapaxes(0, 1)
+    padded_BTD = jnp.pad(output.hidden_BTD, ((0, 0), (0, -T % chunk), (0, 0)))
+    chunks = padded_BTD.reshape(B, -1, chunk, D).swapaxes(0, 1)
 
     def normaliser(hidden_BcD: Array) -> Array:
-        logits = decoder.apply({"params": params}, hidden_BcD, method="unembed")
+        logits: Any = decoder.apply({"params": params}, hidden_BcD, method="unembed")
         return jax.nn.logsumexp(logits, axis=-1)
 
     logz_BT = jax.lax.map(normaliser, chunks).swapaxes(0, 1).reshape(B, -1)[:, :T]

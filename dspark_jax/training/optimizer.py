@@ -6,16 +6,20 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
+import optax.contrib
 from flax import traverse_util
 from jax import Array
 
 from dspark_jax.training.config import OptimizerConfig
 
 FC = ("backbone", "fc", "kernel")
+MUON_RMS = 0.2  # size of an orthogonalised update relative to the learning rate: as AdamW's usually is
 
 
-def make_optimizer(config: OptimizerConfig, *, steps: int, feature_scale: Array) -> optax.GradientTransformation:
-    """AdamW with warm-up and cosine decay, seeing the features as if they had unit size.
+def make_optimizer(
+    config: OptimizerConfig, *, steps: int, feature_scale: Array
+) -> optax.GradientTransformation:
+    """AdamW or Muon with warm-up and cosine decay, seeing the features as if they had unit size.
 
     Args:
       config: its settings.
@@ -24,12 +28,30 @@ def make_optimizer(config: OptimizerConfig, *, steps: int, feature_scale: Array)
     """
     warmup = max(round(config.warmup_share * steps), 1)
     schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, max(steps, warmup + 1))
-    inner = optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.scale_by_adam(config.b1, config.b2),
-        optax.scale_by_learning_rate(schedule),
-    )
+    if config.orthogonalise:
+        step = optax.contrib.muon(
+            schedule,
+            adam_b1=config.b1,
+            adam_b2=config.b2,
+            consistent_rms=MUON_RMS,
+            muon_weight_dimension_numbers=_layer_matrices,
+        )
+    else:
+        step = optax.chain(
+            optax.scale_by_adam(config.b1, config.b2), optax.scale_by_learning_rate(schedule)
+        )
+    inner = optax.chain(optax.clip_by_global_norm(config.clip_norm), step)
     return with_unit_features(inner, feature_scale)
+
+
+def _layer_matrices(params):
+    """Marks the matrices that Muon updates: those of the backbone's layers. The rest takes AdamW's steps."""
+
+    def mark(path, x):
+        in_layer = any(getattr(key, "key", "").startswith("layers_") for key in path)
+        return optax.contrib.MuonDimensionNumbers() if in_layer and x.ndim == 2 else None
+
+    return jax.tree_util.tree_map_with_path(mark, params)
 
 
 class UnitFeaturesState(NamedTuple):
@@ -39,7 +61,9 @@ class UnitFeaturesState(NamedTuple):
     inner: Any
 
 
-def with_unit_features(inner: optax.GradientTransformation, feature_scale: Array) -> optax.GradientTransformation:
+def with_unit_features(
+    inner: optax.GradientTransformation, feature_scale: Array
+) -> optax.GradientTransformation:
     """Optimises fc as if features were divided by their rms first.
 
     A few hidden dimensions of a language model are hundreds of times larger than the rest, so that one
@@ -54,17 +78,8 @@ def with_unit_features(inner: optax.GradientTransformation, feature_scale: Array
     def init(params):
         return UnitFeaturesState(feature_scale[:, None], inner.init(params))
 
-    def update(gradients, state, params=None):
-        updates, inner_state = inner.update(rescale(gradients, state.scale), state.inner, params)
+    def update(updates, state, params=None):
+        updates, inner_state = inner.update(rescale(updates, state.scale), state.inner, params)
         return rescale(updates, state.scale), UnitFeaturesState(state.scale, inner_state)
 
     return optax.GradientTransformation(init, update)
-
-
-def start_from_target(params: dict, target_params: dict, layers: tuple[int, ...]) -> dict:
-    """Backbone layers as copies of target layers, the final norm as the target's."""
-    backbone = dict(params["backbone"])
-    for i, layer in enumerate(layers):
-        backbone[f"layers_{i}"] = jax.tree.map(lambda x: x, target_params[f"layers_{layer}"])
-    backbone["final_norm"] = dict(target_params["final_norm"])
-    return {**params, "backbone": backbone}

@@ -7,7 +7,7 @@ from typing import Any
 import flax.linen as nn
 import flax.struct
 import jax
-import optax
+from flax import traverse_util
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
@@ -53,7 +53,9 @@ class TrainBatch:
     def from_host(cls, batch: dict) -> TrainBatch:
         """From the dict of numpy arrays that the input pipeline yields."""
         stored = "features_BTCD" in batch
-        target = TargetFeatures(batch["features_BTCD"], batch["hidden_BTD"], batch["logz_BT"]) if stored else None
+        target = (
+            TargetFeatures(batch["features_BTCD"], batch["hidden_BTD"], batch["logz_BT"]) if stored else None
+        )
         return cls(batch["tokens_BT"], batch["loss_mask_BT"], batch["anchors_BA"], batch["keep_BA"], target)
 
 
@@ -70,7 +72,7 @@ class Frozen:
     shared: SharedWeights
 
 
-def state_shardings(state: TrainState, drafter: Drafter, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def state_shardings(state: TrainState, drafter: Drafter, mesh: Mesh) -> TrainState:
     """A TrainState of shardings: parameters by their logical axes, moments like their parameters."""
     boxed = jax.eval_shape(drafter.init, jax.random.key(0))
 
@@ -78,14 +80,18 @@ def state_shardings(state: TrainState, drafter: Drafter, optimizer: optax.Gradie
         return param_sharding(mesh, tuple(box.names), box.value.shape)
 
     by_param = jax.tree.map(sharding, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
-    moments = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, like: like,
-        state.opt_state,
-        by_param,
-        transform_non_params=lambda _: replicated(mesh),
-    )
-    return TrainState(step=replicated(mesh), params=by_param, opt_state=moments)
+    flat = traverse_util.flatten_dict(by_param)
+    shapes = {path: x.shape for path, x in traverse_util.flatten_dict(state.params).items()}
+
+    def moment(path, x) -> NamedSharding:
+        # Whatever the optimiser wraps around them, moments end in the path of their parameter.
+        names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+        ends = [names[i:] for i in range(len(names)) if shapes.get(names[i:]) == x.shape]
+        return flat[ends[0]] if ends else replicated(mesh)
+
+    step: Any = replicated(mesh)
+    moments = jax.tree_util.tree_map_with_path(moment, state.opt_state)
+    return TrainState(step=step, params=by_param, opt_state=moments)
 
 
 def batch_shardings(batch: TrainBatch, mesh: Mesh) -> TrainBatch:

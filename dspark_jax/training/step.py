@@ -12,7 +12,7 @@ import optax
 from jax import Array
 
 from dspark_jax.drafters.contract import Drafter, Params, SharedWeights
-from dspark_jax.losses import EPSILON, RowTerms, RowWeights, block_loss, confidence_loss, slot_weights
+from dspark_jax.losses import EPSILON, RowWeights, block_loss, confidence_loss, slot_weights
 from dspark_jax.targets.config import DecoderConfig
 from dspark_jax.training.config import LossConfig
 from dspark_jax.training.features import TargetFeatures, target_features
@@ -33,6 +33,8 @@ class Sums:
       confidence_G: summed predicted acceptance.
       tau: summed expected accepted length of complete blocks.
       blocks: number of complete blocks.
+      anchors: kept anchors.
+      sequences: sequences.
     """
 
     weight: Array
@@ -47,10 +49,18 @@ class Sums:
     confidence_G: Array
     tau: Array
     blocks: Array
+    anchors: Array
+    sequences: Array
 
 
 def loss_sums(
-    params: Params, batch: TrainBatch, target: TargetFeatures, shared: SharedWeights, *, drafter: Drafter, config: LossConfig
+    params: Params,
+    batch: TrainBatch,
+    target: TargetFeatures,
+    shared: SharedWeights,
+    *,
+    drafter: Drafter,
+    config: LossConfig,
 ) -> tuple[Array, Sums]:
     """(numerator of the loss, all sums) of some sequences: not yet divided by the global weight."""
     rows = drafter.training_rows(
@@ -86,32 +96,31 @@ def loss_sums(
         confidence_BM = jax.nn.sigmoid(rows.confidence_logits_BM)
         bce = confidence_loss(rows.confidence_logits_BM, terms.accept_BM, weight_BM)
     loss = loss + config.confidence * bce
-    sums = _sums(rows.mask_BM, rows.slots_BM, weight_BM, terms, confidence_BM, drafter.config.block_len)
-    return loss, sums.replace(loss=loss, bce=bce)
 
-
-def _sums(mask_BM: Array, slots_BM: Array, weight_BM: Array, terms: RowTerms, confidence_BM: Array, G: int) -> Sums:
-    in_slot_GBM = mask_BM & (slots_BM == jnp.arange(G)[:, None, None])
+    B, M = rows.mask_BM.shape
+    G = drafter.config.block_len
+    in_slot_GBM = rows.mask_BM & (rows.slots_BM == jnp.arange(G)[:, None, None])
 
     def per_slot(x_BM: Array) -> Array:
         return jnp.where(in_slot_GBM, x_BM, 0.0).sum((1, 2))
 
-    B = mask_BM.shape[0]
-    complete = mask_BM.reshape(B, -1, G).all(-1)
-    tau = 1 + jnp.cumprod(terms.accept_BM.reshape(B, -1, G), axis=-1).sum(-1)
-    return Sums(
+    complete_BA = rows.mask_BM.reshape(B, -1, G).all(-1)
+    tau_BA = 1 + jnp.cumprod(terms.accept_BM.reshape(B, -1, G), axis=-1).sum(-1)
+    return loss, Sums(
         weight=weight_BM.sum(),
-        loss=jnp.zeros(()),
+        loss=loss,
         ce=(weight_BM * terms.ce_BM).sum(),
         tv=(weight_BM * terms.tv_BM).sum(),
         kl=(weight_BM * terms.kl_BM).sum(),
-        bce=jnp.zeros(()),
-        rows_G=per_slot(jnp.ones_like(weight_BM)),
+        bce=bce,
+        rows_G=per_slot(jnp.ones((B, M))),
         accept_G=per_slot(terms.accept_BM),
         agree_G=per_slot(terms.agree_BM),
         confidence_G=per_slot(confidence_BM),
-        tau=jnp.where(complete, tau, 0.0).sum(),
-        blocks=complete.sum().astype(jnp.float32),
+        tau=jnp.where(complete_BA, tau_BA, 0.0).sum(),
+        blocks=complete_BA.sum(dtype=jnp.float32),
+        anchors=batch.keep_BA.sum(dtype=jnp.float32),
+        sequences=jnp.full((), float(B)),
     )
 
 
@@ -129,6 +138,7 @@ def metrics(sums: Sums) -> dict[str, Array]:
         "agree_G": sums.agree_G / rows_G,
         "confidence_bias_G": (sums.confidence_G - sums.accept_G) / rows_G,
         "rows": sums.rows_G.sum(),
+        "anchors_per_sequence": sums.anchors / sums.sequences,
     }
 
 
@@ -150,11 +160,19 @@ def train_step(
     def gradients_of(part: TrainBatch):
         features = part.target
         if features is None:
+            if frozen.target_params is None:
+                raise ValueError("a batch without features needs the target's parameters")
             features = target_features(
-                frozen.target_params, part.tokens_BT, config=target, taps=drafter.config.taps, dtype=drafter.dtype
+                frozen.target_params,
+                part.tokens_BT,
+                config=target,
+                taps=drafter.config.taps,
+                dtype=drafter.dtype,
             )
         function = functools.partial(loss_sums, drafter=drafter, config=loss)
-        (_, sums), gradients = jax.value_and_grad(function, has_aux=True)(state.params, part, features, frozen.shared)
+        (_, sums), gradients = jax.value_and_grad(function, has_aux=True)(
+            state.params, part, features, frozen.shared
+        )
         return gradients, sums
 
     if microbatches == 1:
@@ -162,7 +180,9 @@ def train_step(
     else:
         # Strided parts keep every micro-batch spread over all devices.
         parts = jax.tree.map(lambda x: x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradients_of, _first(parts)))
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradients_of, _first(parts))
+        )
 
         def add(total, part):
             return jax.tree.map(jnp.add, total, gradients_of(part)), None
@@ -171,10 +191,9 @@ def train_step(
 
     gradients = jax.tree.map(lambda g: g / (sums.weight + EPSILON), gradients)
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-    new_state = TrainState(
-        step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state
-    )
-    return new_state, {**metrics(sums), "gradient_norm": optax.global_norm(gradients)}
+    params: Any = optax.apply_updates(state.params, updates)
+    new_state = TrainState(step=state.step + 1, params=params, opt_state=opt_state)
+    return new_state, {**metrics(sums), "gradient_norm": optax.tree.norm(gradients)}
 
 
 def _first(parts: TrainBatch) -> TrainBatch:

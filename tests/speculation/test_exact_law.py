@@ -60,7 +60,9 @@ jitted_distribution = functools.partial(jax.jit, static_argnames="filters")(dist
 def law_of(logits_V: np.ndarray, option: Option) -> np.ndarray:
     """The float32 law that the engine would use, widened."""
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | option
-    sampling = SamplingParams(**{f"{name}_B": np.float32([value]) for name, value in values.items()})
+    sampling = SamplingParams(
+        **{f"{name}_B": np.array([value], np.float32) for name, value in values.items()}
+    )
     return np.asarray(jitted_distribution(logits_V[None], sampling, filters=True)[0], np.float64)
 
 

@@ -24,7 +24,7 @@ from dspark_jax.testing.reference import reference_verify
 
 B, G, V, VD = 6, 3, 7, 4
 SEEDS = st.integers(0, 2**31)
-verify = jax.jit(verify_block)
+verify, draw = jax.jit(verify_block), jax.jit(sample)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,17 @@ def random_round(seed: int, *, reduced: bool) -> Round:
     )
 
 
+def perfect_round(seed: int) -> Round:
+    """A drafter equal to the target, verified in full."""
+    case = random_round(seed, reduced=False)
+    return dataclasses.replace(
+        case,
+        draft_probs=case.target_probs[:, :G],
+        draft_ids=case.target_probs[:, :G].argmax(-1).astype(np.int32),
+        verify_len=np.full(B, G, np.int32),
+    )
+
+
 def assert_same(first: Verified, second: Verified, rows: slice = slice(None)):
     for field in dataclasses.fields(Verified):
         one, other = getattr(first, field.name)[rows], getattr(second, field.name)
@@ -92,8 +103,8 @@ def test_agrees_with_the_reference(reduced: bool, seed: int):
     case = random_round(seed, reduced=reduced)
     verified = case.run()
     uniforms_BG = np.asarray(slot_uniforms(case.keys[:, 0], G))
-    for row in range(B):
-        accepted, law_V = reference_verify(
+    references = [
+        reference_verify(
             case.target_probs[row],
             case.draft_probs[row],
             case.draft_ids[row],
@@ -101,9 +112,12 @@ def test_agrees_with_the_reference(reduced: bool, seed: int):
             int(case.verify_len[row]),
             uniforms_BG[row],
         )
-        own = int(sample(case.keys[row : row + 1, 1], jnp.asarray(law_V, jnp.float32)[None])[0])
-        expected = [*accepted, own] + [-1] * (G - len(accepted))
-        assert verified.tokens_BT[row].tolist() == expected
+        for row in range(B)
+    ]
+    own_B = draw(case.keys[:, 1], np.array([law_V for _, law_V in references], np.float32))
+    for row, (accepted, _) in enumerate(references):
+        own = int(own_B[row])
+        assert verified.tokens_BT[row].tolist() == [*accepted, own] + [-1] * (G - len(accepted))
         assert verified.accepted_B[row] == len(accepted)
         assert verified.anchor_B[row] == own
     np.testing.assert_array_equal(verified.num_committed_B, (np.asarray(verified.tokens_BT) >= 0).sum(1))
@@ -148,9 +162,14 @@ def test_batch_mates_and_bucket_do_not_matter(seed: int):
 
 
 def test_length_beyond_the_bucket_counts_as_the_bucket():
-    case = random_round(0, reduced=False)
-    longest, bucket = (dataclasses.replace(case, verify_len=np.full(B, n, np.int32)) for n in (G, 2))
-    assert_same(longest.run(bucket=2), bucket.run())
+    """The bucket is accepted whole; its bonus must not be taken for the replacement of a third draft."""
+    case = perfect_round(0)
+    draft_probs = case.draft_probs.copy()
+    draft_probs[:, 2] = np.roll(draft_probs[:, 2], 1, axis=-1)
+    case = dataclasses.replace(case, draft_probs=draft_probs)
+    shorter = dataclasses.replace(case, verify_len=np.full(B, 2, np.int32))
+    assert_same(case.run(bucket=2), shorter.run(bucket=2))
+    assert (shorter.run(bucket=2).accepted_B == 2).all()
 
 
 @pytest.mark.parametrize("drafted", [0, G])
@@ -160,7 +179,7 @@ def test_nothing_verified_is_plain_decoding(drafted: int):
     drafts = {"draft_probs": case.draft_probs[:, :drafted], "draft_ids": case.draft_ids[:, :drafted]}
     case = dataclasses.replace(case, **drafts)
     verified = case.run(bucket=0)
-    np.testing.assert_array_equal(verified.tokens_BT[:, 0], sample(case.keys[:, 1], case.target_probs[:, 0]))
+    np.testing.assert_array_equal(verified.tokens_BT[:, 0], draw(case.keys[:, 1], case.target_probs[:, 0]))
     assert verified.tokens_BT.shape == (B, drafted + 1)
     assert (verified.tokens_BT[:, 1:] == -1).all()
     assert (verified.accepted_B == 0).all()
@@ -189,14 +208,7 @@ def test_greedy_target_accepts_exactly_its_own_tokens():
 
 
 def test_perfect_drafter_is_always_accepted():
-    case = random_round(3, reduced=False)
-    perfect = dataclasses.replace(
-        case,
-        draft_probs=case.target_probs[:, :G],
-        draft_ids=case.target_probs[:, :G].argmax(-1).astype(np.int32),
-        verify_len=np.full(B, G, np.int32),
-    )
-    assert (perfect.run().accepted_B == G).all()
+    assert (perfect_round(3).run().accepted_B == G).all()
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

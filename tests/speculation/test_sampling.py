@@ -94,7 +94,7 @@ def test_filters_that_are_off_change_nothing():
 
 def test_extreme_logits_and_temperatures_stay_finite():
     inf = np.inf
-    logits_BV = np.float32([[1e30, -1e30, 0.0], [5.0, -inf, 5.0], [1e-3, 0.0, 0.0], [0.0, -90.0, -inf]])
+    logits_BV = np.array([[1e30, -1e30, 0], [5, -inf, 5], [1e-3, 0, 0], [0, -90, -inf]], np.float32)
     for temperature in (0.0, 1e-38, 1e-4, 1.0, 1e6):
         for top_p in (0.0, 0.999999, 1.0):
             probs = jitted(logits_BV, params([(temperature, 0, top_p, 0.0)] * 4), filters=True)

@@ -75,8 +75,10 @@ def test_keeping_slot_j_ignores_later_confidences(policy: VerifyPolicy, seed: in
     before = rng.normal(size=(8, G)).astype(np.float32) * 2
     after = before.copy()
     after[:, slot:] = rng.normal(size=(8, G - slot)) * 2
-    kept = [np.asarray(verify_lengths(policy, jnp.asarray(c), G)) >= slot for c in (before, after)]
-    np.testing.assert_array_equal(*kept)
+    kept, kept_after = (
+        np.asarray(verify_lengths(policy, jnp.asarray(c), G)) >= slot for c in (before, after)
+    )
+    np.testing.assert_array_equal(kept, kept_after)
 
 
 def test_bad_configurations_are_refused():

@@ -1,0 +1,104 @@
+"""The state that a run starts from."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from dspark_jax.checkpoints.targets import LoadedTarget
+from dspark_jax.data.pipeline import BatchIterator
+from dspark_jax.drafters.contract import Params, SharedWeights
+from dspark_jax.drafters.dspark import DSpark
+from dspark_jax.training.config import TrainConfig
+from dspark_jax.training.features import target_features
+from dspark_jax.training.optimizer import FC
+from dspark_jax.training.state import TrainBatch, TrainState
+from dspark_jax.training.warm_start import RegressionSample, warm_start
+
+SCALE_SEQUENCES = 16
+"""Sequences of the first batch from which the size of the features is taken."""
+
+
+def feature_scale(target: LoadedTarget, drafter: DSpark, batches: BatchIterator) -> Array:
+    """1 / rms of every feature [C D] over the supervised tokens of the first sequences; uses up no batch."""
+    position = batches.get_state()
+    batch = TrainBatch.from_host(next(batches))
+    batches.set_state(position)
+
+    def square_sums(params: Params, batch: TrainBatch) -> Array:
+        features = batch.target or target_features(
+            params, batch.tokens_BT, config=target.config, taps=drafter.config.taps, dtype=drafter.dtype
+        )
+        supervised = jnp.where(batch.loss_mask_BT[..., None, None], features.features_BTCD, 0.0)
+        return jnp.square(supervised.astype(jnp.float32)).sum((0, 1)).ravel()
+
+    def mean_squares(params: Params, batch: TrainBatch) -> Array:
+        # One sequence at a time: a whole batch of features need not fit anywhere.
+        rows = jax.tree.map(lambda x: x[:SCALE_SEQUENCES, None], batch)
+        sums = jax.lax.map(functools.partial(square_sums, params), rows).sum(0)
+        return sums / rows.loss_mask_BT.sum()
+
+    rms_np = np.sqrt(jax.device_get(jax.jit(mean_squares)(target.params, batch)))
+    return jnp.asarray(1.0 / np.maximum(rms_np, 1e-3), jnp.float32)
+
+
+def unit_scale(drafter: DSpark) -> Array:
+    """Ones in the place of the feature scale, until a checkpoint brings the real one."""
+    return jnp.ones(len(drafter.config.taps) * drafter.config.block.width)
+
+
+def regression_params(
+    config: TrainConfig,
+    target: LoadedTarget,
+    drafter: DSpark,
+    batches: BatchIterator,
+    shared: SharedWeights,
+    scale: Array,
+) -> Params:
+    """Parameters that start from a regression on the first sequences (`warm_start.py`); uses up no batch."""
+    settings = {"config": target.config, "taps": drafter.config.taps, "dtype": drafter.dtype}
+    forward = jax.jit(functools.partial(target_features, **settings))
+    position = batches.get_state()
+    parts: list[RegressionSample] = []
+    for _ in range(-(-config.drafter.warm_start_sequences // config.data.batch_size)):
+        batch = TrainBatch.from_host(next(batches))
+        features = batch.target or jax.device_get(forward(target.params, batch.tokens_BT))
+        parts.append(
+            RegressionSample.from_batch(
+                batch.tokens_BT, batch.loss_mask_BT, features.features_BTCD, features.hidden_BTD
+            )
+        )
+    batches.set_state(position)
+    random = nn.meta.unbox(drafter.init(jax.random.key(config.seed)))
+    return warm_start(
+        jax.tree.map(np.asarray, random),
+        RegressionSample.join(parts),
+        config=drafter.config,
+        embedding_VD=np.asarray(shared.embedding_VD, np.float32),
+        head_DV=np.asarray(shared.head_DV, np.float32),
+        final_norm_D=np.asarray(target.params["final_norm"]["scale"], np.float32),
+        feature_scale_X=np.asarray(scale),
+    )
+
+
+def fresh_state(
+    given_params: Params | None,
+    *,
+    config: TrainConfig,
+    drafter: DSpark,
+    optimizer: optax.GradientTransformation,
+    scale: Array,
+) -> TrainState:
+    """The state before the first step: the given parameters, or random ones for features of unit size."""
+    params = given_params
+    if params is None:
+        params = nn.meta.unbox(drafter.init(jax.random.key(config.seed)))
+        params["backbone"][FC[1]][FC[2]] *= scale[:, None]
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+    return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params))

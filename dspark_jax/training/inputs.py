@@ -1,0 +1,164 @@
+"""What a run is made of, without its tensors: whatever can be refused is refused here, before any work."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.checkpoints.drafter import LoadedDrafter, load_drafter
+from dspark_jax.checkpoints.sources import TensorSource
+from dspark_jax.checkpoints.targets import open_source
+from dspark_jax.core.errors import InputError
+from dspark_jax.core.files import atomic_write
+from dspark_jax.data.draft_vocab import most_frequent_tokens
+from dspark_jax.data.feature_store import FeatureStore
+from dspark_jax.data.pipeline import BatchIterator, training_batches
+from dspark_jax.data.sources import Example, read_responses, split_held_out
+from dspark_jax.drafters.contract import Params
+from dspark_jax.drafters.dspark import DSpark
+from dspark_jax.targets.families import decoder_config_from_hf
+from dspark_jax.training.config import TrainConfig, as_json
+
+# What may change when a run goes on: where it lies, and how the same steps are computed, watched and saved.
+MAY_CHANGE = frozenset(
+    "run_dir mesh microbatches log_every_steps save_every_steps keep_checkpoints fingerprint".split()
+)
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunInputs:
+    """What the files of a run say.
+
+    Attributes:
+      drafter: the drafter to train.
+      batches: host batches in the order of the run.
+      given_params: parameters to start from, or None.
+      vocabulary_np: target ids of a reduced draft vocabulary, or None.
+    """
+
+    drafter: DSpark
+    batches: BatchIterator
+    given_params: Params | None
+    vocabulary_np: np.ndarray | None
+
+
+def read_inputs(config: TrainConfig) -> RunInputs:
+    """Reads everything but the tensors of the target.
+
+    Raises:
+      InputError: the inputs do not fit together.
+    """
+    source = open_source(config.target)
+    drafter = _drafter(config, source)
+    vocab_size = drafter.config.target_vocab_size
+    examples = _examples(config, vocab_size)
+    given = _given_drafter(config, drafter)
+    return RunInputs(
+        drafter=drafter,
+        batches=training_batches(_records(config, source, examples), config=config.data),
+        given_params=None if given is None else given.params,
+        vocabulary_np=_draft_vocabulary(config, given, examples, vocab_size),
+    )
+
+
+def claim_run(config: TrainConfig) -> None:
+    """Writes the resolved configuration into the run directory.
+
+    Raises:
+      InputError: the directory holds another run.
+    """
+    path = config.run_dir / "config.json"
+    resolved = as_json(config)
+    binding = {name: value for name, value in resolved.items() if name not in MAY_CHANGE}
+    if path.exists():
+        before = json.loads(path.read_text())
+        changed = sorted(name for name in binding if binding[name] != before.get(name))
+        if changed:
+            raise InputError(
+                given=f"{config.run_dir} holds a run with other values of {changed}",
+                expected="the configuration with which the run was started",
+                fix="use a new --run-dir (with --init-from to start from its drafter), or the old values",
+            )
+    resolved["fingerprint"] = hashlib.sha256(json.dumps(binding, sort_keys=True).encode()).hexdigest()[:16]
+    with atomic_write(path, "w") as file:
+        json.dump(resolved, file, indent=2)
+
+
+def _drafter(config: TrainConfig, source: TensorSource) -> DSpark:
+    """The drafter that the recipe gives for this target."""
+    if config.drafter.mask_token == source.config.get("pad_token_id"):
+        raise InputError(
+            given=f"mask_token={config.drafter.mask_token}, the target's padding id",
+            expected="a token that never occurs in text",
+            fix="choose another mask token",
+        )
+    drafter_config = config.drafter.resolve(decoder_config_from_hf(source.config))
+    return DSpark(drafter_config, jnp.dtype(config.dtype))
+
+
+def _examples(config: TrainConfig, vocab_size: int) -> list[Example]:
+    """The training part of the responses; those too long to be of use are left out."""
+    examples, _ = split_held_out(read_responses(config.responses, vocab_size=vocab_size))
+
+    def has_anchor(example: Example) -> bool:
+        mask_np = example.loss_mask_np[: config.data.max_length]
+        return bool((mask_np[:-1] & mask_np[1:]).any())
+
+    kept = [example for example in examples if has_anchor(example)]
+    if len(kept) < len(examples):
+        _log.warning(
+            "left out %d of %d sequences: nothing to learn within %d tokens",
+            len(examples) - len(kept),
+            len(examples),
+            config.data.max_length,
+        )
+    return kept
+
+
+def _records(
+    config: TrainConfig, source: TensorSource, examples: list[Example]
+) -> Sequence[Example] | FeatureStore:
+    """The examples, or their records in the feature store."""
+    if config.feature_store is None:
+        return examples
+    store = FeatureStore(config.feature_store, taps=config.drafter.taps)
+    store.require(identity=source.identity())
+    records = store.select({example.id for example in examples}.__contains__)
+    if len(records) < len(examples):
+        _log.warning(
+            "the feature store lacks %d of %d sequences", len(examples) - len(records), len(examples)
+        )
+    return records
+
+
+def _given_drafter(config: TrainConfig, drafter: DSpark) -> LoadedDrafter | None:
+    """The drafter to start from; its parameters must be those of the recipe."""
+    if config.init_from is None:
+        return None
+    given = load_drafter(config.init_from)
+    wanted, found = as_json(drafter.config), as_json(given.drafter.config)
+    changed = [name for name in wanted if wanted[name] != found[name] and name != "block_len"]
+    if changed:
+        raise InputError(
+            given=f"init_from={config.init_from} with { ({name: found[name] for name in changed}) }",
+            expected=f"{ ({name: wanted[name] for name in changed}) }, as the run's drafter has",
+            fix="change the recipe to the drafter's own values, or start without init_from",
+        )
+    return given
+
+
+def _draft_vocabulary(
+    config: TrainConfig, given: LoadedDrafter | None, examples: list[Example], vocab_size: int
+) -> np.ndarray | None:
+    """Target ids of the draft vocabulary; a given drafter keeps its own, to which its W2 belongs."""
+    if given is not None:
+        return given.draft_to_target_np
+    size = config.drafter.draft_vocab_size
+    return None if size is None else most_frequent_tokens(examples, size, vocab_size=vocab_size)

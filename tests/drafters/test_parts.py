@@ -1,0 +1,153 @@
+"""The drafter's parts against formulas written out in numpy: heads, blocks, vocabulary, configuration."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.core.errors import InputError
+from dspark_jax.drafters.blocks import make_blocks
+from dspark_jax.drafters.config import RNN, Confidence, DSparkConfig, Gated, Markov
+from dspark_jax.drafters.contract import SharedWeights
+from dspark_jax.drafters.heads import make_head
+from dspark_jax.testing.tiny import randomised, tiny_target
+
+V, D, R, G = 11, 6, 4, 5
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def markov(p, hidden, prev):
+    return p["w1"][prev]
+
+
+def gated(p, hidden, prev):
+    embedded = p["w1"][prev]
+    joined = np.concatenate([hidden, embedded], axis=-1)
+    return sigmoid(joined @ p["gate_kernel"] + p["gate_bias"]) * embedded
+
+
+def rnn(p, hidden, prev):
+    state, latents = np.zeros((*prev.shape[:-1], R)), []
+    for k in range(G):
+        joined = np.concatenate([state, p["w1"][prev[..., k]], hidden[..., k, :]], axis=-1)
+        gate, candidate, output = np.split(joined @ p["joint_kernel"] + p["joint_bias"], 3, axis=-1)
+        state = sigmoid(gate) * state + (1 - sigmoid(gate)) * np.tanh(candidate)
+        latents.append(np.tanh(output))
+    return np.stack(latents, axis=-2)
+
+
+@pytest.mark.parametrize(("config", "formula"), [(Markov, markov), (Gated, gated), (RNN, rnn)])
+def test_latents_of_a_scan_equal_the_unrolled_formula(config, formula):
+    head = make_head(config(rank=R), target_vocab_size=V, vocab_size=7, width=D)
+    generator = np.random.default_rng(0)
+    hidden = generator.standard_normal((2, 3, G, D)).astype(np.float32)
+    prev = generator.integers(0, V, (2, 3, G))
+    shapes = jax.eval_shape(lambda key: head.init(key, hidden, prev, method="latents"), jax.random.key(0))
+    params = randomised(shapes["params"], seed=0)
+    assert params["w1"].shape == (V, R) and params["w2"].shape == (R, 7)
+
+    latents = jax.jit(lambda *arrays: head.apply({"params": params}, *arrays, method="latents"))(hidden, prev)
+
+    expected = formula({name: np.asarray(x, np.float64) for name, x in params.items()}, hidden, prev)
+    np.testing.assert_allclose(latents, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_equal_a_loop_over_anchors_and_slots():
+    generator = np.random.default_rng(3)
+    batch, length, anchors, block_len, mask_token = 4, 12, 5, 4, 99
+    tokens = generator.integers(0, 50, (batch, length))
+    loss_mask = generator.random((batch, length)) < 0.7
+    anchors_BA = np.sort(generator.integers(0, length, (batch, anchors)))
+    keep = generator.random((batch, anchors)) < 0.7
+
+    blocks = jax.jit(make_blocks, static_argnames=("block_len", "mask_token"))(
+        tokens_BT=tokens,
+        loss_mask_BT=loss_mask,
+        anchors_BA=anchors_BA,
+        keep_BA=keep,
+        block_len=block_len,
+        mask_token=mask_token,
+    )
+
+    for b, a in np.ndindex(batch, anchors):
+        anchor, open_so_far = anchors_BA[b, a], bool(keep[b, a])
+        assert blocks.inputs_BAG[b, a].tolist() == [tokens[b, anchor]] + [mask_token] * (block_len - 1)
+        assert blocks.positions_BAG[b, a].tolist() == list(range(anchor, anchor + block_len))
+        assert blocks.sees_BAS[b, a].tolist() == [position < anchor for position in range(length)]
+        for k in range(block_len):
+            label_at = anchor + k + 1
+            open_so_far = open_so_far and label_at < length and bool(loss_mask[b, label_at])
+            assert blocks.mask_BAG[b, a, k] == open_so_far
+            if open_so_far:
+                assert blocks.labels_BAG[b, a, k] == tokens[b, label_at]
+                assert blocks.prev_BAG[b, a, k] == tokens[b, label_at - 1]
+
+
+def test_a_sequence_shorter_than_a_block_has_no_slots_outside():
+    blocks = make_blocks(
+        tokens_BT=jnp.array([[4, 5]]),
+        loss_mask_BT=jnp.ones((1, 2), bool),
+        anchors_BA=jnp.array([[0, 1]]),
+        keep_BA=jnp.ones((1, 2), bool),
+        block_len=4,
+        mask_token=9,
+    )
+
+    assert blocks.mask_BAG.tolist() == [[[True, False, False, False], [False] * 4]]
+
+
+def test_a_reduced_vocabulary_maps_ids_both_ways_and_cuts_the_head():
+    embedding_VD = jnp.arange(V * D, dtype=jnp.float32).reshape(V, D)
+    vocabulary = jnp.array([7, 2, 10], jnp.int32)
+
+    shared = SharedWeights.cut(embedding_VD, embedding_VD.T, vocabulary)
+
+    np.testing.assert_array_equal(shared.embedding_VD, embedding_VD)
+    np.testing.assert_array_equal(shared.head_DV, embedding_VD[vocabulary].T)
+    assert shared.target_ids(jnp.array([[0, 2], [1, 1]])).tolist() == [[7, 10], [2, 2]]
+    assert shared.draft_ids(jnp.array([10, 7, 2, 0, 9])).tolist() == [2, 0, 1, -1, -1]
+
+
+def test_without_a_reduced_vocabulary_ids_are_the_same():
+    shared = SharedWeights.cut(jnp.ones((V, D)), jnp.ones((D, V)), None)
+
+    ids = jnp.arange(V)
+    assert shared.target_ids(ids) is ids and shared.draft_ids(ids) is ids and shared.head_DV.shape == (D, V)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("mask_token", -1, "mask_token=-1.*0..40"),
+        ("mask_token", 41, "mask_token=41.*0..40"),
+        ("vocab_size", 42, "vocab_size=42"),
+        ("vocab_size", 0, "vocab_size=0"),
+        ("taps", (), "taps"),
+        ("taps", (1, 1), "taps"),
+        ("taps", (-2, 1), "taps"),
+        ("block_len", 0, "block_len=0"),
+        ("num_layers", 0, "num_layers=0"),
+        ("head", None, "without a sequential head"),
+    ],
+)
+def test_impossible_drafters_are_refused(field, value, message):
+    fields = {
+        "target_vocab_size": 41,
+        "vocab_size": 41,
+        "num_layers": 1,
+        "block": tiny_target().config.block,
+        "taps": (0, 1),
+        "block_len": 2,
+        "mask_token": 40,
+        "head": Markov(rank=2),
+        "confidence": Confidence(with_markov=True),
+    }
+    DSparkConfig(**fields)
+
+    with pytest.raises(InputError, match=message):
+        DSparkConfig(**{**fields, field: value})

@@ -1,0 +1,126 @@
+"""What the engine drafts is what the drafter was trained to draft: same positions, context and features.
+
+A wrong context costs speed only, so no comparison of outputs can show it. Here every block that a run drafts
+is compared with the training view of the finished sequence, under teacher forcing.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.drafters.dspark import DSpark
+from dspark_jax.engine import programs
+
+MAX_CONTEXT = 64
+EXACT = 2e-5
+
+
+def drafting_error(tiny, name: str) -> float:
+    """Largest difference in a probability or confidence between the blocks of a run and the training view."""
+    engine = tiny.engine(name, slots=2, max_context=MAX_CONTEXT)
+    requests = tiny.requests((3, 14), temperature=1.0)
+    for request in requests:
+        engine.submit(request)
+    engine.step()
+    # Looked up when it is traced, so that a broken one is the one that the engine runs.
+    draft = jax.jit(functools.partial(programs.draft, drafter=engine.models.drafter, filters=False))
+    blocks = []
+    while engine.has_work:
+        block = jax.device_get(draft(engine._weights, engine._state))
+        for slot, request in enumerate(engine._slots):
+            if request is not None:
+                anchor = len(request.prompt_tokens) + len(request.emitted) - 1
+                blocks.append((request, anchor, jax.tree.map(lambda x, slot=slot: x[slot], block)))
+        engine.step()
+    return max(
+        error
+        for request in requests
+        for error in _errors(tiny, name, request, [(a, b) for owner, a, b in blocks if owner is request])
+    )
+
+
+def _errors(tiny, name, request, blocks) -> list[float]:
+    sequence = request.prompt_tokens + request.emitted
+    tokens_1T = np.zeros((1, MAX_CONTEXT), np.int32)
+    tokens_1T[0, : len(sequence)] = sequence
+    probs_AGV, confidence_AG = _training_view(tiny, name, tokens_1T, [anchor for anchor, _ in blocks])
+    errors, compared = [], 0
+    for row, (anchor, block) in enumerate(blocks):
+        true = sequence[anchor + 1 : anchor + 1 + tiny.block_len]
+        for k in range(tiny.block_len):
+            if block.tokens_BG[:k].tolist() != true[:k]:
+                break  # from here on the drafted tokens are not those of the training view
+            errors.append(np.abs(block.probs_BGV[k] - probs_AGV[row, k]).max())
+            errors.append(abs(block.confidence_logits_BG[k] - confidence_AG[row, k]))
+            compared += k > 0
+    assert compared > 5
+    return errors
+
+
+def _training_view(tiny, name, tokens_1T, anchors: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities [A, G, V] and confidence logits [A, G] at these anchors."""
+    drafter = tiny.drafter(name)
+
+    @jax.jit
+    def view(tokens_1T, anchors_1A):
+        rows = drafter.drafter.training_rows(
+            drafter.params,
+            drafter.shared,
+            tokens_BT=tokens_1T,
+            loss_mask_BT=jnp.ones(tokens_1T.shape, bool),
+            features_BTCD=tiny.forward(tokens_1T, taps=drafter.drafter.config.taps).features_BTCD,
+            anchors_BA=anchors_1A,
+            keep_BA=jnp.ones(anchors_1A.shape, bool),
+        )
+        logits_MV = rows.hidden_BMD[0] @ drafter.shared.head_DV
+        if rows.latent_BMR is not None:
+            logits_MV += rows.latent_BMR[0] @ rows.w2_RV
+        shape = (anchors_1A.size, tiny.block_len)
+        return jax.nn.softmax(logits_MV).reshape(*shape, -1), rows.confidence_logits_BM.reshape(shape)
+
+    padded = [anchors + [0] * (MAX_CONTEXT - len(anchors))]
+    return jax.device_get(view(jnp.asarray(tokens_1T), jnp.asarray(padded)))
+
+
+@pytest.mark.parametrize("name", ["markov", "gated", "rnn", "reduced", "dflash"])
+def test_the_engine_drafts_as_in_training(tiny, name):
+    assert drafting_error(tiny, name) < EXACT
+
+
+def test_a_shifted_position_is_caught(tiny, monkeypatch):
+    right = DSpark.draft
+
+    def shifted(self, params, shared, context, anchors_B, positions_B, sampler):
+        return right(self, params, shared, context, anchors_B, positions_B + 1, sampler)
+
+    monkeypatch.setattr(DSpark, "draft", shifted)
+
+    assert drafting_error(tiny, "markov") > 100 * EXACT
+
+
+def test_a_context_that_is_not_extended_is_caught(tiny, monkeypatch):
+    right = programs.commit
+
+    def without_context(weights, state, output, verified, *, drafter):
+        return right(weights, state, output, verified, drafter=None)
+
+    monkeypatch.setattr(programs, "commit", without_context)
+
+    assert drafting_error(tiny, "markov") > 100 * EXACT
+
+
+def test_a_context_of_the_wrong_layer_is_caught(tiny, monkeypatch):
+    right = programs.Models.run_target
+
+    def next_layer(self, weights, tokens_BT, start_B, cache):
+        output = right(self, weights, tokens_BT, start_B, cache)
+        return output.replace(features_BTCD=output.features_BTCD[:, :, ::-1])
+
+    monkeypatch.setattr(programs.Models, "run_target", next_layer)
+
+    assert drafting_error(tiny, "markov") > 100 * EXACT

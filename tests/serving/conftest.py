@@ -1,0 +1,107 @@
+"""`serve_file` over a tiny target with a byte tokenizer, and files to feed it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dspark_jax.checkpoints.targets import LoadedTarget
+from dspark_jax.data.chat import ChatTemplate
+from dspark_jax.engine.engine import Engine, EngineConfig
+from dspark_jax.engine.load import NONE, SHIPPED, LoadedEngine
+from dspark_jax.engine.state import Weights
+from dspark_jax.serving import jsonl
+from dspark_jax.serving.jsonl import ServeConfig, serve_file
+from dspark_jax.testing.tiny import tiny_drafter, tiny_target
+from dspark_jax.testing.tokenizer import tiny_tokenizer
+
+MAX_CONTEXT = 96
+
+
+@dataclasses.dataclass
+class Served:
+    """What a job left behind."""
+
+    exit_code: int | None
+    answers: list[dict[str, Any]]
+    out: str
+    err: str
+
+
+class Server:
+    """Runs jobs on engines that are compiled once for all tests."""
+
+    def __init__(self):
+        tiny = tiny_target(vocab_size=259, max_position_embeddings=256, tie_word_embeddings=False)
+        self.target = LoadedTarget(
+            config=tiny.config,
+            params=tiny.params,
+            tokenizer=tiny_tokenizer(),
+            identity="tiny",
+            eos_ids=(2,),
+            generation={},
+            hf_config=tiny.hf_config,
+        )
+        self._drafter = tiny_drafter(tiny)
+        self._engines: dict[Any, Engine] = {}
+
+    def load_engine(self, *, target: str, drafter: str, config: EngineConfig) -> LoadedEngine:
+        """In the place of `engine.load.load_engine`."""
+        assert target == "smollm2-135m" and drafter in (NONE, SHIPPED)
+        key = (drafter, config)
+        # An engine that a test has broken still has work, and is not used again.
+        if key not in self._engines or self._engines[key].has_work:
+            draft = self._drafter if drafter == SHIPPED else None
+            self._engines[key] = Engine(
+                target=self.target.config,
+                drafter=draft and draft.drafter,
+                weights=Weights(
+                    target=self.target.params, drafter=draft and draft.params, shared=draft and draft.shared
+                ),
+                config=config,
+            )
+        return LoadedEngine(
+            engine=self._engines[key], target=self.target, chat=ChatTemplate(tokenizer=self.target.tokenizer)
+        )
+
+
+@pytest.fixture(scope="session")
+def _server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+def server(_server, monkeypatch) -> Server:
+    """The engines behind `serve`."""
+    monkeypatch.setattr(jsonl, "load_engine", _server.load_engine)
+    return _server
+
+
+@pytest.fixture
+def serve(server, tmp_path: Path, capfd) -> Callable[..., Served]:
+    """Runs a job over lines (records, text or bytes) with flags; answers that are not there read as []."""
+
+    def run(lines, **flags) -> Served:
+        config = serve_config(tmp_path, lines, **flags)
+        exit_code = serve_file(config)
+        answers = [json.loads(line) for line in config.output.read_text("utf-8").splitlines()]
+        return Served(exit_code, answers, *capfd.readouterr())
+
+    return run
+
+
+def serve_config(folder: Path, lines, **flags) -> ServeConfig:
+    """A configuration for these lines, written into in.jsonl."""
+    encoded = [line if isinstance(line, bytes) else _text(line).encode() for line in lines]
+    (folder / "in.jsonl").write_bytes(b"".join(line + b"\n" for line in encoded))
+    flags = {"max_context": MAX_CONTEXT, "max_new_tokens": 8, "slots": 2} | flags
+    return ServeConfig(input=folder / "in.jsonl", output=folder / "out.jsonl", **flags)
+
+
+def _text(line) -> str:
+    return line if isinstance(line, str) else json.dumps(line)

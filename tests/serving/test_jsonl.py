@@ -1,0 +1,288 @@
+"""A file of prompts in, a file of answers out: order, faults, exit codes, memory."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import tyro
+
+from dspark_jax.core.errors import InputError
+from dspark_jax.engine.engine import Engine
+from dspark_jax.engine.requests import SamplingOptions
+from dspark_jax.serving import jsonl
+from dspark_jax.serving.jsonl import ServeConfig, serve_file
+from dspark_jax.serving.records import Job
+from dspark_jax.speculation.verify_length import ConfidenceThreshold, FixedLength, FullBlock
+
+
+def prompts(*lengths: int) -> list[dict]:
+    return [
+        {"id": f"p{number}", "domain": "ab"[number % 2], "prompt": f"say {number}", "max_new_tokens": length}
+        for number, length in enumerate(lengths)
+    ]
+
+
+class TestAnswers:
+    def test_a_record(self, serve, server):
+        served = serve([{"id": "a", "domain": "math", "prompt": "Hi"}, {"prompt": "Ho", "max_new_tokens": 1}])
+
+        assert served.exit_code == 0
+        first, second = served.answers
+        assert (
+            list(first) == "id domain text tokens prompt_tokens finish_reason accepted_length rounds".split()
+        )
+        assert (first["id"], first["domain"], first["tokens"], first["finish_reason"]) == (
+            "a",
+            "math",
+            8,
+            "length",
+        )
+        assert first["prompt_tokens"] == len("user\nHi\nassistant\n") + 3
+        assert first["accepted_length"] >= 1 and 1 <= first["rounds"] <= 7
+        assert (second["id"], second["domain"]) == ("line-2", None)
+        assert (second["tokens"], second["rounds"], second["accepted_length"]) == (1, 0, None)
+
+    def test_plain_decoding_says_the_same(self, serve):
+        lines = prompts(8, 3, 11, 5)
+
+        drafted, plain = serve(lines).answers, serve(lines, drafter="none").answers
+
+        assert [a["text"] for a in drafted] == [a["text"] for a in plain]
+        assert {a["accepted_length"] for a in plain} == {1.0}
+
+    def test_special_tokens_are_left_out_of_the_text(self, serve, server, monkeypatch):
+        (answer,) = serve([{"prompt": "Hi"}]).answers
+        emitted = []
+        emit = jsonl._answer
+        monkeypatch.setattr(
+            jsonl, "_answer", lambda job, text: emitted.append(job.request.emitted) or emit(job, text)
+        )
+        serve([{"prompt": "Hi"}])
+        stop = emitted[0][2]
+        monkeypatch.setattr(server, "target", jsonl.dataclasses.replace(server.target, eos_ids=(stop,)))
+        monkeypatch.setattr(
+            server.target.tokenizer, "decode", lambda ids, skip_special_tokens: [ids, skip_special_tokens]
+        )
+
+        (stopped,) = serve([{"prompt": "Hi"}]).answers
+
+        assert answer["finish_reason"] == "length" and stopped["finish_reason"] == "stop"
+        assert stopped["text"] == [emitted[0][: emitted[0].index(stop) + 1], True]
+
+    def test_lines_with_their_own_options(self, serve):
+        lines = prompts(8, 8, 8)
+        lines[1] |= {"temperature": 1.5, "top_p": 0.9, "seed": 4}
+
+        first, second = serve(lines).answers, serve(lines, seed=9).answers
+        greedy = serve(prompts(8, 8, 8)).answers
+
+        assert first == second  # the only line that draws has its own seed
+        assert [a["text"] == b["text"] for a, b in zip(first, greedy, strict=True)] == [True, False, True]
+
+    def test_unicode(self, serve, tmp_path):
+        text = "日本 🦜 naïve"
+        served = serve([{"id": text, "domain": text, "prompt": text}])
+
+        assert (served.answers[0]["id"], served.answers[0]["domain"]) == (text, text)
+        assert text.encode() in (tmp_path / "out.jsonl").read_bytes()
+        assert text in served.out  # the table of domains
+
+
+class TestOrder:
+    def test_input(self, serve):
+        answers = serve(prompts(14, 2, 9, 1, 5)).answers
+
+        assert [a["id"] for a in answers] == ["p0", "p1", "p2", "p3", "p4"]
+
+    def test_completion(self, serve):
+        answers = serve(prompts(14, 2, 2, 1), order="completion").answers
+
+        assert [a["id"] for a in answers] == ["p1", "p2", "p3", "p0"]
+
+    def test_the_same_answers_in_any_order_and_batch(self, serve):
+        lines = prompts(14, 2, 9, 1, 5)
+        answers = [
+            sorted((a["id"], a["text"]) for a in serve(lines, **flags).answers)
+            for flags in ({}, {"order": "completion"}, {"slots": 1})
+        ]
+        assert answers[0] == answers[1] == answers[2]
+
+    def test_early_jobs_wait(self):
+        jobs = [Job(number=number, domain=None, request=None) for number in (2, 0, 1, 4, 3)]
+        released, waiting = [], jsonl._in_order(iter(jobs))
+        for job in waiting:
+            released.append(job.number)
+        assert released == [0, 1, 2, 3, 4]
+
+
+class TestBadLines:
+    def test_are_named_and_the_rest_goes_on(self, serve, tmp_path):
+        served = serve(
+            [*prompts(3), "{", {"prompt": "x" * 500}, "", {"id": "p0", "prompt": "again"}, {"prompt": "Hi"}]
+        )
+
+        assert served.exit_code == 1
+        assert [a["id"] for a in served.answers] == ["p0", "line-6"]
+        refusals = [line.split("\r")[-1] for line in served.err.splitlines() if "refused:" in line]
+        path = tmp_path / "in.jsonl"
+        assert [line.partition(": refused: ")[0] for line in refusals] == [f"{path}:{n}" for n in (2, 3, 5)]
+        assert "2 answered, 3 refused" in served.out
+
+    def test_only_bad_lines(self, serve):
+        served = serve(["[]"])
+
+        assert (served.exit_code, served.answers) == (1, [])
+
+    def test_an_empty_file(self, serve):
+        served = serve([])
+
+        assert (served.exit_code, served.answers) == (0, [])
+        assert "0 answered" in served.out
+
+
+class TestFaults:
+    @pytest.fixture
+    def failing(self, monkeypatch):
+        """The engine fails in its fifth step."""
+        steps = []
+        step = Engine.step
+
+        def fail(engine):
+            steps.append(engine)
+            if len(steps) == 5:
+                raise RuntimeError("the device caught fire")
+            return step(engine)
+
+        monkeypatch.setattr(Engine, "step", fail)
+
+    def test_what_was_answered_stays(self, failing, serve, tmp_path, capfd):
+        (tmp_path / "out.jsonl").write_text("an older file\n")
+        with pytest.raises(RuntimeError, match="caught fire"):
+            serve(prompts(1, 1, 30, 30, 30), order="completion")
+
+        assert (tmp_path / "out.jsonl").read_text() == "an older file\n"
+        partial = (tmp_path / "out.jsonl.partial").read_text()
+        assert [json.loads(line)["id"] for line in partial.splitlines()] == ["p0", "p1"]
+        assert f"so far are in {tmp_path / 'out.jsonl.partial'}" in capfd.readouterr().err
+
+    def test_the_next_run_starts_again(self, serve, tmp_path):
+        (tmp_path / "out.jsonl.partial").write_text('{"half a l')
+
+        assert [a["id"] for a in serve(prompts(1)).answers] == ["p0"]
+        assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl"]
+
+    def test_lines_are_written_one_by_one(self, serve, tmp_path, monkeypatch):
+        seen = []
+        step = Engine.step
+
+        def spy(engine):
+            seen.append((tmp_path / "out.jsonl.partial").read_bytes())
+            assert not (tmp_path / "out.jsonl").exists()
+            return step(engine)
+
+        monkeypatch.setattr(Engine, "step", spy)
+        serve(prompts(1, 1, 20))
+
+        assert seen[0] == b"" and all(content.endswith(b"\n") for content in seen if content)
+        assert seen[-1].count(b"\n") == 2
+
+
+def test_lines_are_read_as_slots_free_up(serve, monkeypatch):
+    """Constant memory: the file may have any number of lines."""
+    checked = most_ahead = answered = 0
+    check, step = Engine.check, Engine.step
+
+    def counted_check(engine, request):
+        nonlocal checked
+        checked += 0.5  # once when the line is read, once when it is submitted
+        return check(engine, request)
+
+    def counted_step(engine):
+        nonlocal answered, most_ahead
+        most_ahead = max(most_ahead, checked - answered)
+        finished = step(engine)
+        answered += len(finished)
+        return finished
+
+    monkeypatch.setattr(Engine, "check", counted_check)
+    monkeypatch.setattr(Engine, "step", counted_step)
+
+    served = serve(prompts(*(n % 4 + 1 for n in range(40))), slots=2)
+
+    assert len(served.answers) == 40
+    assert most_ahead == 2
+
+
+class TestReport:
+    def test_totals_are_those_of_the_answers(self, serve):
+        served = serve(prompts(8, 3, 11))
+
+        figures = dict(line.split(None, 1) for line in served.out.splitlines() if line.startswith("tokens"))
+        assert int(figures["tokens"]) == sum(a["tokens"] for a in served.answers) == 22
+        rounds = sum(a["rounds"] for a in served.answers)
+        accepted = sum((a["accepted_length"] - 1) * a["rounds"] for a in served.answers)
+        assert f"{1 + accepted / rounds:.2f} in {rounds} rounds" in served.out
+        assert "accepted up to position" in served.out
+        assert served.out.rstrip().endswith("out.jsonl")
+
+    def test_progress(self, serve):
+        err = serve(prompts(8, 3)).err
+
+        assert "2 requests" in err and "tokens/s" in err and "accepted length" in err
+
+
+class TestConfig:
+    def test_policies(self, tmp_path):
+        def policy(**flags):
+            return ServeConfig(input=tmp_path, output=tmp_path, **flags).policy
+
+        assert policy() == FullBlock()
+        assert policy(verify_tokens=0) == FixedLength(length=0)
+        assert policy(confidence_threshold=0.3) == ConfidenceThreshold(threshold=0.3)
+        with pytest.raises(InputError, match="both verify_tokens and confidence_threshold"):
+            policy(verify_tokens=2, confidence_threshold=0.3)
+
+    @pytest.mark.parametrize(
+        ("flags", "generation", "expected"),
+        [
+            ({}, {}, {"temperature": 0.0}),
+            ({}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 0.0}),
+            ({}, {"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
+            ({}, {"do_sample": True}, {"temperature": 1.0}),
+            (
+                {},
+                {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1]},
+                {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+            ),
+            ({}, {"do_sample": True, "top_k": None}, {"temperature": 1.0}),
+            (
+                {"temperature": 0.2, "top_k": 0, "min_p": 0.1},
+                {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},
+                {"temperature": 0.2, "top_k": 0, "top_p": 0.95, "min_p": 0.1},
+            ),
+            ({"top_p": 0.9, "seed": 3}, {}, {"temperature": 0.0, "top_p": 0.9, "seed": 3}),
+        ],
+        ids=str,
+    )
+    def test_sampling_defaults(self, tmp_path, flags, generation, expected):
+        config = ServeConfig(input=tmp_path, output=tmp_path, **flags)
+
+        assert config.sampling(generation) == SamplingOptions(**expected)
+
+    def test_a_missing_input(self, server, tmp_path):
+        with pytest.raises(InputError, match=r"nowhere\.jsonl: no such file"):
+            serve_file(ServeConfig(input=tmp_path / "nowhere.jsonl", output=tmp_path / "out.jsonl"))
+        assert os.listdir(tmp_path) == []
+
+    def test_an_impossible_limit(self, tmp_path):
+        with pytest.raises(InputError, match="max_new_tokens=0"):
+            ServeConfig(input=tmp_path, output=tmp_path, max_new_tokens=0)
+
+    def test_flags(self):
+        args = "--input a --output b --temperature 0.5 --verify-tokens 2 --order completion --drafter none"
+        config = tyro.cli(ServeConfig, args=args.split())
+
+        assert config.policy == FixedLength(length=2)
+        assert (config.temperature, config.order, config.drafter) == (0.5, "completion", "none")

@@ -1,0 +1,234 @@
+"""The chunked loss equals the plain formulas over all logits at once, values and gradients."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dspark_jax.losses import RowWeights, block_loss, confidence_loss, slot_weights
+
+B, M, D, R, V, FULL = 2, 7, 5, 3, 12, 20  # the drafter proposes 12 of the target's 20 tokens
+
+
+@functools.cache
+def inputs() -> dict:
+    """Random rows; one of them is not supervised, some labels cannot be proposed."""
+    generator = np.random.default_rng(0)
+
+    def normal(*shape: int) -> np.ndarray:
+        return generator.standard_normal(shape).astype(np.float32)
+
+    head_DF, target_hidden_BMD = normal(D, FULL), normal(B, M, D)
+    supervised_BM = np.ones((B, M), np.float32)
+    supervised_BM[1, 3] = 0
+    labels_BM = generator.integers(0, V, (B, M))
+    labels_BM[0, 2] = labels_BM[1, 6] = -1
+    return {
+        "hidden_BMD": normal(B, M, D),
+        "latent_BMR": normal(B, M, R),
+        "w2_RV": normal(R, V),
+        "head_DV": head_DF[:, :V],
+        "target_hidden_BMD": target_hidden_BMD,
+        "target_logz_BM": np.asarray(jax.nn.logsumexp(target_hidden_BMD @ head_DF, axis=-1)),
+        "labels_BM": labels_BM,
+        "weights": {
+            term: supervised_BM * generator.random((B, M)).astype(np.float32)
+            for term in ("ce_BM", "tv_BM", "kl_BM")
+        },
+    }
+
+
+def only(*terms: str) -> RowWeights:
+    """The weights of some terms; those of the others are zero."""
+    weights = inputs()["weights"]
+    return RowWeights(**{name: w * (name[:2] in terms) for name, w in weights.items()})
+
+
+def plain_terms(hidden_BMD, latent_BMR, w2_RV) -> dict[str, jax.Array]:
+    """Definitions of the paper, over the target's and the drafter's full distributions."""
+    x = inputs()
+    logits_BMV = hidden_BMD @ x["head_DV"] + (0 if latent_BMR is None else latent_BMR @ w2_RV)
+    log_q = jax.nn.log_softmax(logits_BMV)
+    q, p = jnp.exp(log_q), jnp.exp(x["target_hidden_BMD"] @ x["head_DV"] - x["target_logz_BM"][..., None])
+    outside = 1 - p.sum(-1)
+    one_hot = jax.nn.one_hot(x["labels_BM"], V)  # all zeros for -1
+    return {
+        "ce": -(one_hot * log_q).sum(-1),
+        "tv": jnp.abs(q - p).sum(-1) + outside,
+        "kl": -(p * log_q).sum(-1),
+        "accept": jnp.minimum(p, q).sum(-1),
+        "agree": (q.argmax(-1) == p.argmax(-1)).astype(jnp.float32),
+    }
+
+
+def plain_loss(hidden_BMD, latent_BMR, w2_RV, weights: RowWeights):
+    terms = plain_terms(hidden_BMD, latent_BMR, w2_RV)
+    return sum((getattr(weights, f"{name}_BM") * terms[name]).sum() for name in ("ce", "tv", "kl"))
+
+
+def trained(with_latent: bool) -> tuple:
+    x = inputs()
+    return (x["hidden_BMD"], x["latent_BMR"] if with_latent else None, x["w2_RV"] if with_latent else None)
+
+
+@functools.partial(jax.jit, static_argnames="chunk")
+def chunked(hidden_BMD, latent_BMR, w2_RV, weights: RowWeights, chunk: int):
+    x = inputs()
+    names = ("head_DV", "target_hidden_BMD", "target_logz_BM", "labels_BM")
+    frozen = {name: jnp.asarray(x[name]) for name in names}
+
+    def loss(hidden_BMD, latent_BMR, w2_RV):
+        value, terms = block_loss(
+            hidden_BMD=hidden_BMD, latent_BMR=latent_BMR, w2_RV=w2_RV, weights=weights, chunk=chunk, **frozen
+        )
+        return 3 * value, terms  # the cotangent is not 1
+
+    arguments = (0,) if latent_BMR is None else (0, 1, 2)
+    (value, terms), gradients = jax.value_and_grad(loss, arguments, has_aux=True)(
+        hidden_BMD, latent_BMR, w2_RV
+    )
+    return value / 3, terms, jax.tree.map(lambda g: g / 3, gradients)
+
+
+@pytest.mark.parametrize("with_latent", [True, False], ids=["latent", "no-latent"])
+@pytest.mark.parametrize("terms", [("ce",), ("tv",), ("kl",), ("ce", "tv", "kl")], ids="-".join)
+def test_equals_the_plain_formula(terms, with_latent):
+    weights, arrays = only(*terms), trained(with_latent)
+    arguments = (0, 1, 2) if with_latent else (0,)
+
+    value, _, gradients = chunked(*arrays, weights, chunk=3)  # 7 rows: the last chunk is padded
+    expected, expected_gradients = jax.jit(jax.value_and_grad(plain_loss, arguments))(*arrays, weights)
+
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        assert np.abs(theirs).max() > 0.1
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_terms_of_every_row():
+    _, terms, _ = chunked(*trained(True), only("tv"), chunk=3)
+    expected = plain_terms(*trained(True))
+
+    for name, value in expected.items():
+        np.testing.assert_allclose(getattr(terms, f"{name}_BM"), value, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert expected["accept"].max() < 0.9 and 0 < expected["agree"].mean() < 1  # nothing degenerate
+
+
+def test_acceptance_is_the_mass_that_target_and_drafter_share():
+    """sum min(p, q) over the FULL vocabulary, on which q is zero outside the draft vocabulary."""
+    x = inputs()
+    _, terms, _ = chunked(*trained(True), only("tv"), chunk=3)
+    inside_np = np.exp(x["target_hidden_BMD"] @ x["head_DV"] - x["target_logz_BM"][..., None])
+    p_np = np.concatenate([inside_np, 1 - inside_np.sum(-1, keepdims=True)], axis=-1)
+    logits_np = x["hidden_BMD"] @ x["head_DV"] + x["latent_BMR"] @ x["w2_RV"]
+    q_np = np.exp(logits_np) / np.exp(logits_np).sum(-1, keepdims=True)
+    q_np = np.pad(q_np, ((0, 0), (0, 0), (0, 1)))
+
+    np.testing.assert_allclose(terms.accept_BM, np.minimum(p_np, q_np).sum(-1), rtol=1e-5)
+    np.testing.assert_allclose(terms.tv_BM, np.abs(p_np - q_np).sum(-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+def test_the_chunk_does_not_matter(chunk):
+    weights = only("ce", "tv", "kl")
+    for ours, theirs in zip(
+        jax.tree.leaves(chunked(*trained(True), weights, chunk=chunk)),
+        jax.tree.leaves(chunked(*trained(True), weights, chunk=3)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def loss_in_float64(hidden_np, latent_np, w2_np) -> float:
+    """The weighted loss in numpy, fine enough to be differentiated by differences."""
+    x, weights = inputs(), only("ce", "tv", "kl")
+    logits_np = hidden_np @ x["head_DV"] + latent_np @ w2_np
+    log_q_np = logits_np - np.log(np.exp(logits_np).sum(-1, keepdims=True))
+    p_np = np.exp(x["target_hidden_BMD"] @ x["head_DV"] - x["target_logz_BM"][..., None])
+    picked_np = np.take_along_axis(log_q_np, np.maximum(x["labels_BM"], 0)[..., None], axis=-1)[..., 0]
+    return (
+        -(weights.ce_BM * (x["labels_BM"] >= 0) * picked_np).sum()
+        + (weights.tv_BM * (np.abs(np.exp(log_q_np) - p_np).sum(-1) + 1 - p_np.sum(-1))).sum()
+        - (weights.kl_BM * (p_np * log_q_np).sum(-1)).sum()
+    )
+
+
+def test_finite_differences():
+    value, _, gradients = chunked(*trained(True), only("ce", "tv", "kl"), chunk=3)
+    arrays, generator, step = [x.astype(np.float64) for x in trained(True)], np.random.default_rng(1), 1e-6
+    np.testing.assert_allclose(value, loss_in_float64(*arrays), rtol=1e-5)
+
+    for i, gradient in enumerate(gradients):
+        direction = generator.standard_normal(gradient.shape)
+        ends = []
+        for sign in (1, -1):
+            moved = [x + sign * step * direction if k == i else x for k, x in enumerate(arrays)]
+            ends.append(loss_in_float64(*moved))
+        slope = (ends[0] - ends[1]) / (2 * step)
+        np.testing.assert_allclose((np.asarray(gradient) * direction).sum(), slope, rtol=1e-4)
+
+
+def test_rows_without_weight_have_no_gradient():
+    _, _, (hidden, latent, w2) = chunked(*trained(True), only("ce", "tv", "kl"), chunk=3)
+    assert not hidden[1, 3].any() and not latent[1, 3].any()
+    assert np.abs(hidden[1, 2]).min() > 0 and w2.any()
+
+    value, terms, gradients = chunked(*trained(True), only(), chunk=3)
+    assert value == 0 and not any(g.any() for g in gradients)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(terms))
+
+
+def test_extreme_logits_stay_finite():
+    hidden, latent, w2 = trained(True)
+
+    value, terms, gradients = chunked(200 * hidden, latent, w2, only("ce", "tv"), chunk=3)
+
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((value, terms, gradients)))
+    assert terms.tv_BM.max() <= 2 + 1e-5 and terms.accept_BM.min() >= 0
+
+
+def test_the_teacher_is_detached():
+    x = inputs()
+
+    def loss(target_hidden_BMD, head_DV, target_logz_BM):
+        value, terms = block_loss(
+            hidden_BMD=jnp.asarray(x["hidden_BMD"]),
+            latent_BMR=None,
+            w2_RV=None,
+            head_DV=head_DV,
+            target_hidden_BMD=target_hidden_BMD,
+            target_logz_BM=target_logz_BM,
+            labels_BM=jnp.asarray(x["labels_BM"]),
+            weights=only("ce", "tv", "kl"),
+        )
+        return value + terms.accept_BM.sum()
+
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(x["target_hidden_BMD"], x["head_DV"], x["target_logz_BM"])
+    assert not any(g.any() for g in gradients)
+
+
+def test_confidence_loss():
+    generator = np.random.default_rng(2)
+    logits = 30 * generator.standard_normal((B, M)).astype(np.float32)
+    accept, weights = generator.random((2, B, M)).astype(np.float32)
+
+    def reference(logits, accept):
+        return (weights * optax.sigmoid_binary_cross_entropy(logits, accept)).sum()
+
+    value, gradients = jax.value_and_grad(confidence_loss, (0, 1))(logits, accept, weights)
+    np.testing.assert_allclose(value, reference(logits, accept), rtol=1e-5)
+    np.testing.assert_allclose(gradients[0], jax.grad(reference)(logits, accept), rtol=1e-5, atol=1e-6)
+    assert not gradients[1].any(), "c* is a constant"
+
+
+def test_slot_weights():
+    mask = np.array([[True, True, False, True]])
+
+    weights = slot_weights(jnp.asarray(mask), jnp.array([[0, 1, 2, 3]]), 4.0)
+
+    np.testing.assert_allclose(weights, [[1, np.exp(-1 / 4), 0, np.exp(-3 / 4)]], rtol=1e-6)

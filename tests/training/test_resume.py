@@ -1,0 +1,206 @@
+"""A run that is killed and started again is the run that was never killed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from dspark_jax.core.errors import InputError
+from dspark_jax.data.pipeline import BatchIterator
+from dspark_jax.drafters.config import Gated
+from dspark_jax.training import loop
+from dspark_jax.training.config import MeshConfig, TrainConfig
+from dspark_jax.training.inputs import claim_run
+
+ROOT = Path(__file__).resolve().parents[2]
+LAST_SAVE, STEPS = 6, 8
+
+
+@dataclasses.dataclass
+class Record:
+    """What one call of `train` did.
+
+    Attributes:
+      config: its configuration.
+      rows: step -> line of metrics.
+      batches: hashes of the batches it took, in order.
+      params: the drafter's parameters at the last export, float32.
+    """
+
+    config: TrainConfig
+    rows: dict[int, dict] = dataclasses.field(default_factory=dict)
+    batches: list[str] = dataclasses.field(default_factory=list)
+    params: dict = dataclasses.field(default_factory=dict)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {step: row["loss"] for step, row in self.rows.items()}
+
+
+class Stopped(Exception):
+    """Stands for whatever ends a process between two steps."""
+
+
+def run(config: TrainConfig, *, stop_at: int | None = None) -> Record:
+    record = Record(config)
+    take, save = BatchIterator.__next__, loop.save_drafter
+
+    def spy_take(iterator: BatchIterator) -> dict:
+        batch = take(iterator)
+        content = b"".join(batch[name].tobytes() for name in ("tokens_BT", "anchors_BA"))
+        record.batches.append(hashlib.sha256(content).hexdigest())
+        return batch
+
+    def spy_save(directory: Path, **fields) -> None:
+        record.params = jax.tree.map(np.array, fields["params"])
+        save(directory, **fields)
+
+    def on_log(step: int, row: dict) -> None:
+        record.rows[step] = row
+        if step == stop_at:
+            raise Stopped
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Stopped):
+        patch.setattr(BatchIterator, "__next__", spy_take)
+        patch.setattr(loop, "save_drafter", spy_save)
+        loop.train(config, on_log=on_log)
+    return record
+
+
+@pytest.fixture(scope="module")
+def finished(make_config, tmp_path_factory) -> Record:
+    """The run that nothing interrupts."""
+    return run(make_config(tmp_path_factory.mktemp("finished") / "run"))
+
+
+@pytest.fixture(scope="module")
+def interrupted(make_config, tmp_path_factory) -> Record:
+    """The same run, stopped in step 8 when step 6 was the last one saved."""
+    return run(make_config(tmp_path_factory.mktemp("interrupted") / "run"), stop_at=STEPS - 1)
+
+
+@pytest.fixture
+def copy_of(tmp_path) -> Callable[[Record], TrainConfig]:
+    """A copy of a run that a test may continue: a run may move."""
+
+    def copy(record: Record) -> TrainConfig:
+        shutil.copytree(record.config.run_dir, tmp_path / "run")
+        return dataclasses.replace(record.config, run_dir=tmp_path / "run")
+
+    return copy
+
+
+def assert_continues(resumed: Record, finished: Record, after: int) -> None:
+    """Bit for bit: losses, data and final parameters."""
+    assert sorted(resumed.rows) == list(range(after + 1, STEPS + 1))
+    assert resumed.losses == {step: finished.losses[step] for step in resumed.rows}
+    assert resumed.batches == finished.batches[1 + after :]  # its first batch only measured the features
+    jax.tree.map(np.testing.assert_array_equal, resumed.params, finished.params)
+
+
+def test_a_stopped_run_continues_exactly_and_never_from_half_a_checkpoint(finished, interrupted, copy_of):
+    assert sorted(interrupted.rows) == list(range(1, STEPS))
+    assert len(set(finished.batches[1:])) == STEPS
+    config = copy_of(interrupted)
+    checkpoints = config.run_dir / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["3", "6"]
+    half = checkpoints / "7.orbax-checkpoint-tmp-1234"
+    shutil.copytree(checkpoints / "6", half)
+    shutil.rmtree(half / "data")
+
+    assert_continues(run(config), finished, LAST_SAVE)
+
+
+def test_other_devices_continue_with_the_same_losses(finished, interrupted, copy_of, on_devices):
+    on_devices(2)
+    resumed = run(dataclasses.replace(copy_of(interrupted), mesh=MeshConfig(data=2), microbatches=2))
+    assert resumed.batches == finished.batches[1 + LAST_SAVE :]
+    expected = [finished.losses[step] for step in (7, 8)]
+    np.testing.assert_allclose([resumed.losses[step] for step in (7, 8)], expected, rtol=1e-6)
+
+
+CHILD = """
+import pickle, sys, time
+from dspark_jax.training.loop import train
+
+def on_log(step, row):
+    print("step", step, flush=True)
+    time.sleep(0.3)  # lets the parent kill in time
+
+train(pickle.load(open(sys.argv[1], "rb")), on_log=on_log)
+"""
+
+
+def test_sigkill_at_a_random_step(finished, make_config, tmp_path):
+    config = make_config(tmp_path / "run")
+    (tmp_path / "config.pickle").write_bytes(pickle.dumps(config))
+    kill_at = random.randint(3, STEPS - 2)  # after the first checkpoint was begun
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path / "config.pickle")],
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "8"},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        reached = next((line for line in process.stdout if line == f"step {kill_at}\n"), "the child died")
+        process.kill()
+    assert reached == f"step {kill_at}\n"
+    assert process.returncode == -signal.SIGKILL
+
+    resumed = run(config)
+    first = min(resumed.rows)
+    if first == 1:  # not even the first checkpoint was complete
+        resumed.batches = resumed.batches[1:]
+    assert first in (1, 4, 7), f"killed at {kill_at}"
+    assert_continues(resumed, finished, first - 1)
+
+
+def test_a_finished_run_trains_nothing_more_and_exports_again(finished, copy_of):
+    config = copy_of(finished)
+    exported = (config.run_dir / "drafter" / "model.safetensors").read_bytes()
+    shutil.rmtree(config.run_dir / "drafter")
+    again = run(config)
+    assert again.rows == {} and again.batches == []
+    assert (config.run_dir / "drafter" / "model.safetensors").read_bytes() == exported
+
+
+def test_another_run_in_the_same_directory_is_refused(finished, monkeypatch):
+    monkeypatch.setattr(loop, "load_target", lambda *args, **kwargs: pytest.fail("work before the check"))
+    config = finished.config
+    gated = dataclasses.replace(config.drafter, head=Gated(rank=4))  # the same fields as Markov(rank=4)
+    for field, value in {"seed": 1, "steps": 9, "drafter": gated}.items():
+        with pytest.raises(InputError, match=rf"other values of \['{field}'\]"):
+            loop.train(dataclasses.replace(config, **{field: value}))
+    claim_run(dataclasses.replace(config, log_every_steps=5, mesh=MeshConfig(), microbatches=4))
+
+
+def test_metrics_of_a_run(finished):
+    rows = [json.loads(line) for line in (finished.config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    scalars = "loss ce tv kl bce expected_tau rows anchors_per_sequence gradient_norm steps_per_s".split()
+    vectors = "accept_G agree_G confidence_bias_G".split()
+    for row in rows:
+        assert set(row) == {"step", *scalars, *vectors}
+        assert all(len(row[name]) == 3 for name in vectors)
+        assert np.isfinite([row[name] for name in scalars]).all()
+    board = b"".join(path.read_bytes() for path in (finished.config.run_dir / "tensorboard").iterdir())
+    for tag in [*scalars, *(f"{name.removesuffix('_G')}/{slot}" for name in vectors for slot in (1, 2, 3))]:
+        assert tag.encode() in board
+    written = json.loads((finished.config.run_dir / "config.json").read_text())
+    assert written["drafter"]["head"] == {"type": "Markov", "rank": 4} and len(written["fingerprint"]) == 16

@@ -1,0 +1,155 @@
+"""What a run may start from, and what it refuses before any work."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jax import tree
+
+from dspark_jax.checkpoints.drafter import LoadedDrafter, load_drafter, save_drafter
+from dspark_jax.commands import cache_features
+from dspark_jax.core.errors import InputError
+from dspark_jax.data.pipeline import DataConfig
+from dspark_jax.data.sources import is_held_out
+from dspark_jax.drafters.config import Gated
+from dspark_jax.testing.tiny import tiny_drafter, tiny_target
+from dspark_jax.training import loop
+from dspark_jax.training.config import MeshConfig
+
+# One batch holds every record with all of its anchors, so that its loss does not depend on the order.
+EVERYTHING = DataConfig(batch_size=20, max_length=30, num_anchors=28)
+
+
+@pytest.fixture(scope="module")
+def store(target_directory, responses, tmp_path_factory) -> Path:
+    """The features of all responses, as `dspark cache-features` writes them."""
+    directory = tmp_path_factory.mktemp("store")
+    flags = {
+        "responses": (responses,),
+        "output": directory,
+        "target": str(target_directory),
+        "taps": (2, 0, 1),
+    }
+    cache_features.run(
+        cache_features.CacheFeatures(**flags, max_length=30, batch_tokens=256, dtype="float32")
+    )
+    return directory
+
+
+@pytest.fixture
+def train_once(make_config, on_devices) -> Callable[..., tuple[dict, LoadedDrafter]]:
+    """One step on one device: (metrics, exported drafter). Its learning rate is 0, as warm-up starts."""
+
+    def run(run_dir: Path, **changes) -> tuple[dict, LoadedDrafter]:
+        on_devices(1)
+        settings = {"steps": 1, "data": EVERYTHING, "mesh": MeshConfig(), **changes}
+        rows = []
+        exported = loop.train(make_config(run_dir, **settings), on_log=lambda step, row: rows.append(row))
+        return rows[0], load_drafter(exported)
+
+    return run
+
+
+def test_a_feature_store_and_a_given_drafter_change_only_where_a_run_starts(train_once, store, tmp_path):
+    online, first = train_once(tmp_path / "online")
+    stored, _ = train_once(tmp_path / "stored", feature_store=store)
+    # The store keeps bfloat16: 8 bits of every feature.
+    np.testing.assert_allclose(stored["loss"], online["loss"], rtol=1e-2)
+    assert stored["rows"] == online["rows"]
+
+    given = tree.map(lambda x: np.asarray(x) + 0.5, first.params)
+    vocabulary_np = np.arange(10, 34, dtype=np.int32)  # not the most frequent ones
+    hf_config = json.loads((tmp_path / "online" / "drafter" / "config.json").read_text())
+    hf_config |= {"num_hidden_layers": hf_config["num_target_layers"]}
+    settings = {"target_hf_config": hf_config, "num_anchors": 4}
+    save_drafter(
+        tmp_path / "given", drafter=first.drafter, params=given, draft_to_target_np=vocabulary_np, **settings
+    )
+    _, second = train_once(tmp_path / "second", feature_store=store, init_from=tmp_path / "given")
+    tree.map(np.testing.assert_array_equal, second.params, load_drafter(tmp_path / "given").params)
+    # W2's columns belong to the given drafter's own vocabulary.
+    np.testing.assert_array_equal(second.draft_to_target_np, vocabulary_np)
+    assert not np.array_equal(first.draft_to_target_np, vocabulary_np)
+
+
+@pytest.fixture
+def refused(make_config, monkeypatch, tmp_path) -> Callable[..., None]:
+    """Checks that a run is refused before a tensor is read, and leaves nothing behind."""
+
+    def check(match: str, **changes) -> None:
+        monkeypatch.setattr(loop, "load_target", lambda *args, **kwargs: pytest.fail("work before the check"))
+        with pytest.raises(InputError, match=match):
+            loop.train(make_config(tmp_path / "refused", **changes))
+        assert not (tmp_path / "refused").exists()
+
+    return check
+
+
+def test_responses_that_teach_nothing_are_refused(refused, write_responses, tmp_path):
+    empty, outside = tmp_path / "empty.jsonl", tmp_path / "outside.jsonl"
+    empty.touch()
+    refused("no records", responses=(empty,))
+    refused("no such file", responses=(tmp_path / "absent.jsonl",))
+    record = json.loads(write_responses(outside, seed=1, count=1).read_text())
+    outside.write_text(json.dumps({**record, "prompt_ids": [1, 40]}) + "\n")  # the vocabulary ends at 39
+    refused("outside of the vocabulary", responses=(outside,))
+    held_out = next(name for name in map(str, range(1000)) if is_held_out(name))
+    outside.write_text(json.dumps({**record, "id": held_out}) + "\n")
+    refused("no records", responses=(outside,))
+
+
+def test_sequences_cut_before_their_answer_are_left_out(refused, write_responses, tmp_path, caplog):
+    path = write_responses(tmp_path / "long.jsonl", seed=1, count=2)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0]["prompt_ids"] = [5] * 30
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # The other sequence remains, so this run gets as far as the mesh.
+    with caplog.at_level(logging.WARNING):
+        refused("number of devices", responses=(path,), mesh=MeshConfig(data=3))
+    assert "left out 1 of 2 sequences" in caplog.text
+
+
+def test_recipes_that_do_not_fit_the_target_are_refused(refused, make_config, tmp_path):
+    recipe = make_config(tmp_path).drafter
+    refused("taps", drafter=dataclasses.replace(recipe, taps=(0, 3)))
+    refused("padding id", drafter=dataclasses.replace(recipe, mask_token=0))
+    refused("mask_token=40", drafter=dataclasses.replace(recipe, mask_token=40))
+    refused("vocab_size=41", drafter=dataclasses.replace(recipe, draft_vocab_size=41))
+
+
+def test_stores_and_drafters_of_something_else_are_refused(refused, store, make_config, tmp_path):
+    recipe = make_config(tmp_path).drafter
+    refused(r"without \[-1\]", feature_store=store, drafter=dataclasses.replace(recipe, taps=(-1, 0)))
+    manifest = json.loads((store / "manifest.json").read_text())
+    copy = tmp_path / "store"
+    copy.mkdir()
+    for path in store.iterdir():
+        (copy / path.name).symlink_to(path)
+    (copy / "manifest.json").unlink()
+    (copy / "manifest.json").write_text(json.dumps({**manifest, "identity": "another"}))
+    refused("target 'another'", feature_store=copy)
+
+    target = tiny_target(vocab_size=40, tie_word_embeddings=False)
+    other = tiny_drafter(target, head=Gated(rank=4), taps=(0, 2), num_layers=1)
+    save_drafter(
+        tmp_path / "gated",
+        drafter=other.drafter,
+        params=other.params,
+        draft_to_target_np=None,
+        target_hf_config=target.hf_config,
+        num_anchors=4,
+    )
+    refused("Gated", init_from=tmp_path / "gated", drafter=dataclasses.replace(recipe, draft_vocab_size=None))
+
+
+def test_the_store_may_lack_a_few_sequences(refused, store, write_responses, tmp_path, caplog):
+    more = write_responses(tmp_path / "more.jsonl", seed=0, count=22)
+    with caplog.at_level(logging.WARNING):
+        refused("number of devices", responses=(more,), feature_store=store, mesh=MeshConfig(data=3))
+    assert "the feature store lacks 2 of 22 sequences" in caplog.text

@@ -1,0 +1,223 @@
+"""One training step: the same on every mesh and in any number of micro-batches, and sound on useless data."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from dspark_jax.checkpoints.targets import load_target
+from dspark_jax.core.sharding import make_mesh, replicated
+from dspark_jax.data.anchors import sample_anchors
+from dspark_jax.drafters.config import RNN
+from dspark_jax.drafters.contract import SharedWeights
+from dspark_jax.drafters.dspark import DSpark
+from dspark_jax.targets.decoder import embedding_table, lm_head_kernel
+from dspark_jax.testing.tiny import randomised
+from dspark_jax.training.config import DrafterRecipe, LossConfig, OptimizerConfig
+from dspark_jax.training.features import target_features
+from dspark_jax.training.optimizer import make_optimizer, with_unit_features
+from dspark_jax.training.state import Frozen, TrainBatch, TrainState, batch_shardings, state_shardings
+from dspark_jax.training.step import train_step
+
+RECIPE = DrafterRecipe(taps=(-1, 1), mask_token=39, num_layers=1, block_len=3, head=RNN(rank=4))
+CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
+B, T, A = 16, 20, 3
+
+
+class Trainer:
+    """A compiled step on one mesh; its optimiser keeps the gradient of the last step."""
+
+    def __init__(self, directory, *, microbatches: int = 1, **axes: int):
+        self.mesh = make_mesh(**axes, devices=jax.devices() if axes else jax.devices()[:1])
+        target = load_target(directory, mesh=self.mesh)
+        self.drafter = DSpark(RECIPE.resolve(target.config))
+        shared = SharedWeights.cut(embedding_table(target.params), lm_head_kernel(target.params), None)
+        self.frozen = Frozen(target_params=target.params, shared=shared)
+        keep_gradient = optax.chain(optax.trace(0.0), optax.scale(-0.01))
+        self.optimizer = with_unit_features(keep_gradient, jnp.ones(len(RECIPE.taps) * 16))
+        self.shardings = state_shardings(jax.eval_shape(self._fresh), self.drafter, self.mesh)
+        self.fresh = jax.jit(self._fresh, out_shardings=self.shardings)
+        self.forward = functools.partial(
+            target_features, config=target.config, taps=RECIPE.taps, dtype="float32"
+        )
+        self.step = jax.jit(
+            functools.partial(
+                train_step,
+                drafter=self.drafter,
+                optimizer=self.optimizer,
+                target=target.config,
+                loss=LossConfig(kl=0.1, chunk=4),
+                microbatches=microbatches,
+            ),
+            donate_argnums=0,
+            out_shardings=(self.shardings, replicated(self.mesh)),
+        )
+
+    def _fresh(self) -> TrainState:
+        params = randomised(self.drafter.init(jax.random.key(0)), jax.random.key(1))
+        return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=self.optimizer.init(params))
+
+    def put(self, batch: TrainBatch) -> TrainBatch:
+        """The batch as `train` places it."""
+        return jax.device_put(batch, batch_shardings(batch, self.mesh))
+
+    def __call__(self, batch: TrainBatch) -> tuple[dict, dict]:
+        """(metrics, gradient) of the first step on a batch."""
+        state, metrics = self.step(self.fresh(), self.put(batch), self.frozen)
+        return jax.device_get((metrics, gradient(state)))
+
+
+def gradient(state: TrainState) -> dict:
+    return optax.tree_utils.tree_get(state.opt_state, "trace")
+
+
+def make_batch(seed: int = 0) -> TrainBatch:
+    """Sequences of different lengths, some with fewer valid anchors than A."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(4, T + 1, (B, 1))
+    loss_mask_BT = (np.arange(T) >= rng.integers(1, 8, (B, 1))) & (np.arange(T) < lengths)
+    anchors, keep = zip(*(sample_anchors(rng, mask_T, A) for mask_T in loss_mask_BT), strict=True)
+    tokens_BT = rng.integers(0, 39, (B, T)).astype(np.int32)
+    return TrainBatch(tokens_BT, loss_mask_BT, np.stack(anchors), np.stack(keep), None)
+
+
+def assert_same(ours: tuple[dict, dict], theirs: tuple[dict, dict]) -> None:
+    np.testing.assert_allclose(ours[0]["loss"], theirs[0]["loss"], rtol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5), ours, theirs)
+
+
+@pytest.fixture(scope="module")
+def trainer(target_directory) -> Trainer:
+    """One device, one micro-batch: what everything is compared with."""
+    return Trainer(target_directory)
+
+
+@pytest.fixture(scope="module")
+def expected(trainer):
+    metrics, gradients = trainer(make_batch())
+    assert metrics["loss"] > 1
+    dead = [path for path, g in jax.tree_util.tree_leaves_with_path(gradients) if not np.abs(g).max() > 1e-4]
+    assert not dead, "parameters that this comparison would not see"
+    return metrics, gradients
+
+
+@pytest.mark.parametrize(("axes", "microbatches"), [({}, 4), ({"data": 4, "fsdp": 2}, 4)])
+def test_loss_and_gradients_do_not_depend_on_devices_or_microbatches(
+    target_directory, expected, axes, microbatches
+):
+    assert_same(Trainer(target_directory, microbatches=microbatches, **axes)(make_batch()), expected)
+
+
+def test_everything_is_sharded_and_a_second_step_compiles_nothing(target_directory, expected):
+    trainer = Trainer(target_directory, **CUBE)
+    batch = trainer.put(make_batch())
+    assert batch.tokens_BT.addressable_shards[0].data.shape == (B // 4, T)
+    embedding = trainer.frozen.target_params["embedding"]
+    assert embedding.addressable_shards[0].data.shape == (embedding.shape[0] // 2, embedding.shape[1] // 2)
+
+    state = trainer.fresh()
+    for number in range(2):
+        state, metrics = trainer.step(state, trainer.put(make_batch(number)), trainer.frozen)
+        if number == 0:
+            first = jax.device_get((metrics, gradient(state)))
+        kernel = state.params["backbone"]["layers_0"]["attention"]["q"]["kernel"]
+        assert kernel.sharding.spec == P(("fsdp",), ("tensor",))
+        assert kernel.addressable_shards[0].data.size == kernel.size // 4
+        for tree in (state.params, gradient(state)):
+            jax.tree.map(
+                lambda x, s: s.is_equivalent_to(x.sharding, x.ndim) or pytest.fail(str(s)),
+                tree,
+                trainer.shardings.params,
+            )
+    assert trainer.step._cache_size() == 1
+    assert_same(first, expected)
+
+
+def test_moments_of_the_real_optimiser_are_sharded_like_their_parameters(trainer):
+    optimizer = make_optimizer(OptimizerConfig(), steps=10, feature_scale=jnp.ones(len(RECIPE.taps) * 16))
+    mesh = make_mesh(**CUBE)
+
+    def fresh():
+        params = trainer._fresh().params
+        return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params))
+
+    shardings = state_shardings(jax.eval_shape(fresh), trainer.drafter, mesh)
+    compared = []
+    optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda moment, param: compared.append(moment == param),
+        shardings.opt_state,
+        shardings.params,
+    )
+    assert len(compared) == 2 * len(jax.tree.leaves(shardings.params)) and all(compared)
+
+
+def test_nothing_to_learn_gives_no_loss_no_gradient_and_no_nan(trainer):
+    batch = make_batch()
+    empty = batch.replace(
+        loss_mask_BT=np.zeros_like(batch.loss_mask_BT),
+        anchors_BA=np.zeros_like(batch.anchors_BA),
+        keep_BA=np.zeros_like(batch.keep_BA),
+    )
+    metrics, gradients = trainer(empty)
+    assert metrics["loss"] == 0 and metrics["rows"] == 0
+    assert all(np.isfinite(value).all() for value in metrics.values())
+    assert all((g == 0).all() for g in jax.tree.leaves(gradients))
+
+
+def test_masked_anchors_and_padding_weigh_exactly_nothing(trainer, expected):
+    batch = make_batch()
+    assert not batch.keep_BA.all()
+    anchors_BA, tokens_BT = batch.anchors_BA.copy(), batch.tokens_BT.copy()
+    anchors_BA[~batch.keep_BA] = 7  # a masked anchor may stand anywhere
+    after_BT = np.cumsum(batch.loss_mask_BT[:, ::-1], axis=1)[:, ::-1] == 0
+    assert after_BT.any()
+    tokens_BT[after_BT] = 11  # padding may hold anything
+    again = trainer(batch.replace(anchors_BA=anchors_BA, tokens_BT=tokens_BT))
+    jax.tree.map(np.testing.assert_array_equal, again, expected)
+
+
+def test_sequences_shorter_than_a_block_are_harmless(trainer):
+    batch = make_batch()
+    loss_mask_BT, anchors_BA, keep_BA = (
+        x.copy() for x in (batch.loss_mask_BT, batch.anchors_BA, batch.keep_BA)
+    )
+    for row, supervised in enumerate(([0, 1], [T - 2, T - 1], [])):  # at the start, at the end, not at all
+        loss_mask_BT[row] = np.isin(np.arange(T), supervised)
+        anchors_BA[row], keep_BA[row] = sample_anchors(np.random.default_rng(0), loss_mask_BT[row], A)
+    metrics, gradients = trainer(
+        batch.replace(loss_mask_BT=loss_mask_BT, anchors_BA=anchors_BA, keep_BA=keep_BA)
+    )
+    assert keep_BA[:3].sum(1).tolist() == [1, 1, 0]
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((metrics, gradients)))
+
+
+def test_stored_features_train_exactly_like_the_target_itself(trainer, expected):
+    batch = make_batch()
+    features = jax.jit(trainer.forward)(trainer.frozen.target_params, jnp.asarray(batch.tokens_BT))
+    trainer_frozen = trainer.frozen.replace(target_params=None)
+    state, metrics = trainer.step(
+        trainer.fresh(), trainer.put(batch.replace(target=features)), trainer_frozen
+    )
+    assert_same(jax.device_get((metrics, gradient(state))), expected)
+
+
+def test_metrics_are_averages_of_what_they_name(expected):
+    metrics, _ = expected
+    batch = make_batch()
+    assert set(metrics) == {
+        *("loss", "ce", "tv", "kl", "bce", "expected_tau", "accept_G", "agree_G", "confidence_bias_G"),
+        *("rows", "anchors_per_sequence", "gradient_norm"),
+    }
+    terms = 0.1 * metrics["ce"] + 0.9 * metrics["tv"] + 0.1 * metrics["kl"] + metrics["bce"]
+    assert math.isclose(metrics["loss"], terms, rel_tol=1e-5)
+    assert metrics["anchors_per_sequence"] == batch.keep_BA.sum() / B
+    assert 1 <= metrics["expected_tau"] <= 1 + RECIPE.block_len
+    assert ((metrics["accept_G"] >= 0) & (metrics["accept_G"] <= 1)).all()
