@@ -26,7 +26,7 @@ from pathlib import Path
 from dspark_jax.core.errors import InputError
 from dspark_jax.data.pipeline import DataConfig
 from dspark_jax.drafters.config import Markov
-from dspark_jax.training.config import DrafterRecipe, OptimizerConfig, TrainConfig
+from dspark_jax.training.config import DrafterRecipe, LossConfig, OptimizerConfig, TrainConfig
 
 QWEN3_TAPS = {
     "qwen3_4b": (1, 9, 17, 25, 33),
@@ -69,10 +69,13 @@ def smollm2_135m() -> TrainConfig:
             block_len=5,
             head=Markov(rank=64),
             draft_vocab_size=8192,
+            warm_start_sequences=256,
         ),
         responses=(Path("data/responses/smollm2_135m.jsonl"),),
-        data=DataConfig(batch_size=16, max_length=448, num_anchors=64),
-        steps=20_000,
+        data=DataConfig(batch_size=12, max_length=448, num_anchors=64),
+        steps=6_000,
+        optimizer=OptimizerConfig(learning_rate=1e-3, b2=0.99, orthogonalise=True),
+        loss=LossConfig(chunk=32),
     )
 
 

@@ -1,3 +1,3 @@
-"""DSpark speculative decoding for JAX: draft in one pass, verify in one pass, keep the target's distribution."""
+"""DSpark speculative decoding for JAX: one pass drafts, one pass verifies, the target's law is kept."""
 
 __version__ = "0.1.0"

@@ -13,9 +13,21 @@ from dspark_jax.core.errors import InputError
 
 # name -> (module, class of its flags, one line of help)
 COMMANDS = {
-    "regenerate": ("regenerate", "Regenerate", "let the target answer prompts: the data that drafters learn from"),
-    "cache-features": ("cache_features", "CacheFeatures", "store the target's features for several epochs of training"),
-    "evaluate": ("evaluate", "Evaluate", "measure accepted length and acceptance per position on held-out prompts"),
+    "regenerate": (
+        "regenerate",
+        "Regenerate",
+        "let the target answer prompts: the data that drafters learn from",
+    ),
+    "cache-features": (
+        "cache_features",
+        "CacheFeatures",
+        "store the target's features for several epochs of training",
+    ),
+    "evaluate": (
+        "evaluate",
+        "Evaluate",
+        "measure accepted length and acceptance per position on held-out prompts",
+    ),
     "plot-training": ("plot_training", "PlotTraining", "draw the course of training runs as a PNG"),
 }
 
@@ -36,8 +48,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_or_explain(function, *args) -> None:
-    """Calls a front door; a problem in the user's input becomes a message and exit code 2, not a traceback."""
+    """Calls a front door; bad input becomes a message and exit code 1, not a traceback."""
     try:
         function(*args)
     except InputError as error:
-        sys.exit(f"error\n  given:     {error.given}\n  expected:  {error.expected}\n  to fix it: {error.fix}")
+        sys.exit(
+            f"error\n  given:     {error.given}\n  expected:  {error.expected}\n  to fix it: {error.fix}"
+        )

@@ -140,7 +140,7 @@ def randomised(shapes: Params, *, seed: int) -> Params:
       seed: of numpy's generator.
     """
     generator = np.random.default_rng(seed)
-    flat = traverse_util.flatten_dict(nn.meta.unbox(shapes))
+    flat: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(nn.meta.unbox(shapes))
     return traverse_util.unflatten_dict(
         {path: _draw(generator, path[-1], x.shape) for path, x in flat.items()}
     )

@@ -37,9 +37,7 @@ def make_optimizer(
             muon_weight_dimension_numbers=_layer_matrices,
         )
     else:
-        step = optax.chain(
-            optax.scale_by_adam(config.b1, config.b2), optax.scale_by_learning_rate(schedule)
-        )
+        step = optax.chain(optax.scale_by_adam(config.b1, config.b2), optax.scale_by_learning_rate(schedule))
     inner = optax.chain(optax.clip_by_global_norm(config.clip_norm), step)
     return with_unit_features(inner, feature_scale)
 

@@ -8,8 +8,8 @@ hidden state. `warm_start` writes both into the ordinary parameters, so that tra
 2. `fc` becomes the features' half of it, plus one constant direction, which serves as a bias;
 3. one query head per kv head attends to the newest context position: constant queries and keys whose RoPE
    phases make the score fall with distance; its values and outputs carry the principal directions of `fc`;
-4. units of the first MLP with a constant gate are linear; they take the input embedding out of the residual,
-   where tied weights would read it as "the same token again", and leave a constant for the next layers' queries;
+4. units of the first MLP with a constant gate are linear; they take the input embedding out of the
+   residual, where tied weights would read it as "the same token again", and leave a constant there instead;
 5. the sequential head starts as the embedding's half: a low-rank bigram model of the target.
 
 All other heads start silent, all other MLP units random. Everything here is numpy on the host, once.
@@ -157,8 +157,8 @@ def newest_position_phases(rope: Rope, head_dim: int, block_len: int) -> tuple[n
     """Constant query and key [H] under which every row of a block sees the newest context position most.
 
     Row k of a block stands k + 1 behind that position. A linear program over amplitudes and phases of the
-    RoPE pairs maximises the smallest drop of the score from one distance to the next, up to `block_len`, and from
-    there to anything farther; the result is scaled to a drop of SCORE_MARGIN.
+    RoPE pairs maximises the smallest drop of the score from one distance to the next, up to `block_len`,
+    and from there to anything farther; the result is scaled to a drop of SCORE_MARGIN.
     """
     frequencies = rope.inverse_frequencies(head_dim)
     distances = np.arange(1, 1025)

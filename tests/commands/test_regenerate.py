@@ -63,7 +63,9 @@ def test_answers_training_prompts_only(job):
     regenerate.run(job)
     rows = records(job)
     assert set(rows) == ANSWERED
-    assert all(row["finish"] in ("stop", "length") and len(row["response_ids"]) <= 16 for row in rows.values())
+    assert all(
+        row["finish"] in ("stop", "length") and len(row["response_ids"]) <= 16 for row in rows.values()
+    )
     assert len(read_responses(job.output, min_supervised_tokens=1)) == len(ANSWERED)
 
 

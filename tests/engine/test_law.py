@@ -51,7 +51,7 @@ def draw_two_tokens(toy, name: str, policy) -> np.ndarray:
     """[options, DRAWS, 2] through the engine's own compiled round, one slot for each draw."""
     slots = DRAWS * len(OPTIONS)
     engine = toy.engine(name, policy, slots=slots, max_context=16)
-    (request,) = toy.requests((1,), temperature=1.0)
+    (request,) = toy.requests((1,), max_new_tokens=8)
     request.prompt_tokens = PROMPT
     engine.submit(request)
     engine._admit()
@@ -107,7 +107,7 @@ def test_the_first_token_follows_the_targets_law(toy):
     """The one that prefill draws, through the host: seeds, options and all."""
     engine = toy.engine("markov", slots=4, max_context=16)
     for option in (OPTIONS[0], OPTIONS[-1]):
-        requests = toy.requests((1,) * 1500, max_new_tokens=1, **option)
+        requests = toy.requests((1,) * 800, max_new_tokens=1, **option)
         for request in requests:
             request.prompt_tokens = PROMPT
         tokens = itertools.chain.from_iterable(toy.answers(engine, requests).values())

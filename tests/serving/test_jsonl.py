@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 
@@ -52,24 +53,25 @@ class TestAnswers:
         assert [a["text"] for a in drafted] == [a["text"] for a in plain]
         assert {a["accepted_length"] for a in plain} == {1.0}
 
-    def test_special_tokens_are_left_out_of_the_text(self, serve, server, monkeypatch):
-        (answer,) = serve([{"prompt": "Hi"}]).answers
-        emitted = []
-        emit = jsonl._answer
-        monkeypatch.setattr(
-            jsonl, "_answer", lambda job, text: emitted.append(job.request.emitted) or emit(job, text)
-        )
-        serve([{"prompt": "Hi"}])
-        stop = emitted[0][2]
-        monkeypatch.setattr(server, "target", jsonl.dataclasses.replace(server.target, eos_ids=(stop,)))
-        monkeypatch.setattr(
-            server.target.tokenizer, "decode", lambda ids, skip_special_tokens: [ids, skip_special_tokens]
-        )
+    def test_an_answer_ends_at_the_end_token_and_does_not_show_it(self, serve, server, monkeypatch):
+        decoded = []
+        decode = server.target.tokenizer.decode
 
+        def record(ids, **options):
+            decoded.append((ids, options))
+            return decode(ids, **options)
+
+        monkeypatch.setattr(server.target.tokenizer, "decode", record)
+        (whole,) = serve([{"prompt": "Hi"}]).answers
+        ((tokens, options),) = decoded
+        monkeypatch.setattr(server, "target", dataclasses.replace(server.target, eos_ids=(tokens[3],)))
         (stopped,) = serve([{"prompt": "Hi"}]).answers
 
-        assert answer["finish_reason"] == "length" and stopped["finish_reason"] == "stop"
-        assert stopped["text"] == [emitted[0][: emitted[0].index(stop) + 1], True]
+        end = tokens.index(tokens[3]) + 1
+        assert options == {"skip_special_tokens": True}
+        assert (whole["finish_reason"], whole["tokens"]) == ("length", 8)
+        assert (stopped["finish_reason"], stopped["tokens"]) == ("stop", end)
+        assert decoded[1][0] == tokens[:end]
 
     def test_lines_with_their_own_options(self, serve):
         lines = prompts(8, 8, 8)

@@ -39,7 +39,7 @@ def train_on_its_own_words(make_config, on_devices, tmp_path):
         config = make_config(
             tmp_path / "run",
             drafter=DrafterRecipe(
-                taps=(-1, 2), mask_token=39, num_layers=1, block_len=G, head=None, confidence=None
+                taps=(-1, 1), mask_token=39, num_layers=1, block_len=G, head=None, confidence=None
             ),
             responses=(tmp_path / "one.jsonl",),
             data=DataConfig(batch_size=1, max_length=len(PROMPT) + NEW_TOKENS, num_anchors=NEW_TOKENS),

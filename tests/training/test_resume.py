@@ -24,7 +24,7 @@ from dspark_jax.core.errors import InputError
 from dspark_jax.data.pipeline import BatchIterator
 from dspark_jax.drafters.config import Gated
 from dspark_jax.training import loop
-from dspark_jax.training.config import MeshConfig, TrainConfig
+from dspark_jax.training.config import MeshConfig, OptimizerConfig, TrainConfig
 from dspark_jax.training.inputs import claim_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,16 +82,21 @@ def run(config: TrainConfig, *, stop_at: int | None = None) -> Record:
     return record
 
 
+def muon(make_config, folder: Path) -> TrainConfig:
+    """With the optimiser that keeps the most complicated state."""
+    return make_config(folder / "run", optimizer=OptimizerConfig(orthogonalise=True))
+
+
 @pytest.fixture(scope="module")
 def finished(make_config, tmp_path_factory) -> Record:
     """The run that nothing interrupts."""
-    return run(make_config(tmp_path_factory.mktemp("finished") / "run"))
+    return run(muon(make_config, tmp_path_factory.mktemp("finished")))
 
 
 @pytest.fixture(scope="module")
 def interrupted(make_config, tmp_path_factory) -> Record:
     """The same run, stopped in step 8 when step 6 was the last one saved."""
-    return run(make_config(tmp_path_factory.mktemp("interrupted") / "run"), stop_at=STEPS - 1)
+    return run(muon(make_config, tmp_path_factory.mktemp("interrupted")), stop_at=STEPS - 1)
 
 
 @pytest.fixture
@@ -147,7 +152,7 @@ train(pickle.load(open(sys.argv[1], "rb")), on_log=on_log)
 
 
 def test_sigkill_at_a_random_step(finished, make_config, tmp_path):
-    config = make_config(tmp_path / "run")
+    config = muon(make_config, tmp_path)
     (tmp_path / "config.pickle").write_bytes(pickle.dumps(config))
     kill_at = random.randint(3, STEPS - 2)  # after the first checkpoint was begun
     with subprocess.Popen(

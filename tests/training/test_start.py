@@ -34,7 +34,7 @@ def store(target_directory, responses, tmp_path_factory) -> Path:
         "responses": (responses,),
         "output": directory,
         "target": str(target_directory),
-        "taps": (2, 0, 1),
+        "taps": (1, 0, -1),
     }
     cache_features.run(
         cache_features.CacheFeatures(**flags, max_length=30, batch_tokens=256, dtype="float32")
@@ -117,7 +117,7 @@ def test_sequences_cut_before_their_answer_are_left_out(refused, write_responses
 
 def test_recipes_that_do_not_fit_the_target_are_refused(refused, make_config, tmp_path):
     recipe = make_config(tmp_path).drafter
-    refused("taps", drafter=dataclasses.replace(recipe, taps=(0, 3)))
+    refused("taps", drafter=dataclasses.replace(recipe, taps=(0, 2)))
     refused("padding id", drafter=dataclasses.replace(recipe, mask_token=0))
     refused("mask_token=40", drafter=dataclasses.replace(recipe, mask_token=40))
     refused("vocab_size=41", drafter=dataclasses.replace(recipe, draft_vocab_size=41))
@@ -125,7 +125,7 @@ def test_recipes_that_do_not_fit_the_target_are_refused(refused, make_config, tm
 
 def test_stores_and_drafters_of_something_else_are_refused(refused, store, make_config, tmp_path):
     recipe = make_config(tmp_path).drafter
-    refused(r"without \[-1\]", feature_store=store, drafter=dataclasses.replace(recipe, taps=(-1, 0)))
+    refused(r"without \[-1\]", feature_store=store, drafter=dataclasses.replace(recipe, taps=(-1, 5)))
     manifest = json.loads((store / "manifest.json").read_text())
     copy = tmp_path / "store"
     copy.mkdir()
@@ -136,7 +136,7 @@ def test_stores_and_drafters_of_something_else_are_refused(refused, store, make_
     refused("target 'another'", feature_store=copy)
 
     target = tiny_target(vocab_size=40, tie_word_embeddings=False)
-    other = tiny_drafter(target, head=Gated(rank=4), taps=(0, 2), num_layers=1)
+    other = tiny_drafter(target, head=Gated(rank=4), taps=(-1, 1), num_layers=1)
     save_drafter(
         tmp_path / "gated",
         drafter=other.drafter,
