@@ -1,12 +1,12 @@
 """DSpark (arXiv 2607.05147): a parallel backbone, a Markov head and a confidence head; loss CE + TV + BCE.
 
 smollm2_135m: the drafter in assets/, for SmolLM2-135M-Instruct.
-    Reproduces: its accepted length on held-out prompts.
+    Reproduces: a drafter like the shipped one, which took an earlier form of this recipe (see its card).
     Command: python train.py configs/dspark.py --target smollm2_135m
-    Hardware: TODO-LEAD
-    Duration: TODO-LEAD
-    Expected figure: TODO-LEAD
-    Last run: TODO-LEAD
+    Hardware: 2 CPU cores, with a feature store.
+    Duration: 3.5 to 5 s a step on a machine that did other work at the same time.
+    Expected figure: more than version 1 of the card: 1.67 at temperature 1, 1.90 greedy, after 1,000 steps.
+    Last run: 2026-11-29, 600 steps of it.
 
 qwen3_4b, qwen3_8b, qwen3_14b: the paper's recipe.
     Reproduces: the released block-7 drafters of the paper, on responses of the target to the prompts of

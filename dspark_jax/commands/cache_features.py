@@ -111,7 +111,7 @@ def _record(example: Example, output: TargetFeatures, row: int) -> FeatureRecord
     T = len(example.tokens_np)
     return FeatureRecord(
         example=example,
-        features_TCD_np=output.features_BTCD[row, :T].astype(jnp.bfloat16),
-        hidden_TD_np=output.hidden_BTD[row, :T].astype(jnp.bfloat16),
-        logz_T_np=output.logz_BT[row, :T],
+        features_TCD_np=np.asarray(output.features_BTCD[row, :T], jnp.bfloat16),
+        hidden_TD_np=np.asarray(output.hidden_BTD[row, :T], jnp.bfloat16),
+        logz_T_np=np.asarray(output.logz_BT[row, :T]),
     )

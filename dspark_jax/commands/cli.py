@@ -48,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_or_explain(function, *args) -> None:
-    """Calls a front door; bad input becomes a message and exit code 1, not a traceback."""
+    """Calls a front door; bad input becomes a message and exit code 2, not a traceback."""
     try:
         function(*args)
     except InputError as error:
-        sys.exit(
-            f"error\n  given:     {error.given}\n  expected:  {error.expected}\n  to fix it: {error.fix}"
-        )
+        print(f"error\n  given:     {error.given}", file=sys.stderr)
+        print(f"  expected:  {error.expected}\n  to fix it: {error.fix}", file=sys.stderr)
+        sys.exit(2)

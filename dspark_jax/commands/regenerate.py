@@ -68,6 +68,7 @@ def run(config: Regenerate) -> None:
     with tqdm(total=len(todo), unit="response") as progress:
         for request in loaded.engine.run(_requests(todo, loaded, config)):
             prompt = by_id[request.id]
+            assert request.finish_reason is not None  # the engine yields finished requests
             log.append(
                 {
                     "id": prompt.id,

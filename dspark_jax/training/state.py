@@ -80,8 +80,9 @@ def state_shardings(state: TrainState, drafter: Drafter, mesh: Mesh) -> TrainSta
         return param_sharding(mesh, tuple(box.names), box.value.shape)
 
     by_param = jax.tree.map(sharding, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
-    flat = traverse_util.flatten_dict(by_param)
-    shapes = {path: x.shape for path, x in traverse_util.flatten_dict(state.params).items()}
+    flat: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(by_param)
+    params: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(state.params)
+    shapes = {path: x.shape for path, x in params.items()}
 
     def moment(path, x) -> NamedSharding:
         # Whatever the optimiser wraps around them, moments end in the path of their parameter.

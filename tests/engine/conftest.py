@@ -114,7 +114,7 @@ class TinyEngines:
                 shared=drafter.shared if drafter else None,
             ),
             config=EngineConfig(
-                slots=slots, max_context=max_context, policy=policy or FullBlock(), smallest_prefill=8
+                slots=slots, max_context=max_context, policy=policy or FullBlock(), smallest_prefill=16
             ),
         )
 

@@ -6,15 +6,16 @@ is compared with the training view of the finished sequence, under teacher forci
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dspark_jax.drafters.contract import DraftBlock
 from dspark_jax.drafters.dspark import DSpark
 from dspark_jax.engine import programs
+from dspark_jax.engine.engine import Engine
+from dspark_jax.engine.requests import Request
 
 MAX_CONTEXT = 64
 EXACT = 2e-5
@@ -22,33 +23,43 @@ EXACT = 2e-5
 
 def drafting_error(tiny, name: str) -> float:
     """Largest difference in a probability or confidence between the blocks of a run and the training view."""
-    engine = tiny.engine(name, slots=2, max_context=MAX_CONTEXT)
-    requests = tiny.requests((3, 14), temperature=1.0)
-    for request in requests:
-        engine.submit(request)
-    engine.step()
-    # Looked up when it is traced, so that a broken one is the one that the engine runs.
-    draft = jax.jit(functools.partial(programs.draft, drafter=engine.models.drafter, filters=False))
+    requests = tiny.requests((3, 14), temperature=1.0)  # request i stays in slot i
+    blocks = _blocks_of_a_run(tiny.engine(name, slots=2, max_context=MAX_CONTEXT), requests)
+    errors = []
+    for slot, request in enumerate(requests):
+        mine = [
+            (int(at[slot]), jax.tree.map(lambda x: x[slot], block))
+            for at, active, block in blocks
+            if active[slot]
+        ]
+        errors += _errors(tiny, name, request, mine)
+    return max(errors)
+
+
+def _blocks_of_a_run(
+    engine: Engine, requests: list[Request]
+) -> list[tuple[np.ndarray, np.ndarray, DraftBlock]]:
+    """(anchor positions [B], active [B], block) of every round, as the engine's own compiled program saw them."""
     blocks = []
-    while engine.has_work:
-        block = jax.device_get(draft(engine._weights, engine._state))
-        for slot, request in enumerate(engine._slots):
-            if request is not None:
-                anchor = len(request.prompt_tokens) + len(request.emitted) - 1
-                blocks.append((request, anchor, jax.tree.map(lambda x, slot=slot: x[slot], block)))
-        engine.step()
-    return max(
-        error
-        for request in requests
-        for error in _errors(tiny, name, request, [(a, b) for owner, a, b in blocks if owner is request])
-    )
+    draft = programs.draft
+
+    def told(weights, state, **options):
+        block = draft(weights, state, **options)
+        seen = (state.positions_B, state.active_B, block)
+        jax.debug.callback(lambda *seen: blocks.append(jax.tree.map(np.asarray, seen)), *seen)
+        return block
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "draft", told)
+        for _ in engine.run(requests):
+            pass
+    jax.effects_barrier()
+    return blocks
 
 
-def _errors(tiny, name, request, blocks) -> list[float]:
+def _errors(tiny, name: str, request: Request, blocks: list[tuple[int, DraftBlock]]) -> list[float]:
     sequence = request.prompt_tokens + request.emitted
-    tokens_1T = np.zeros((1, MAX_CONTEXT), np.int32)
-    tokens_1T[0, : len(sequence)] = sequence
-    probs_AGV, confidence_AG = _training_view(tiny, name, tokens_1T, [anchor for anchor, _ in blocks])
+    probs_AGV, confidence_AG = _training_view(tiny, name, sequence, [anchor for anchor, _ in blocks])
     errors, compared = [], 0
     for row, (anchor, block) in enumerate(blocks):
         true = sequence[anchor + 1 : anchor + 1 + tiny.block_len]
@@ -62,18 +73,18 @@ def _errors(tiny, name, request, blocks) -> list[float]:
     return errors
 
 
-def _training_view(tiny, name, tokens_1T, anchors: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def _training_view(tiny, name: str, sequence: list[int], anchors: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Probabilities [A, G, V] and confidence logits [A, G] at these anchors."""
     drafter = tiny.drafter(name)
 
     @jax.jit
-    def view(tokens_1T, anchors_1A):
+    def view(tokens_1T, features_1TCD, anchors_1A):
         rows = drafter.drafter.training_rows(
             drafter.params,
             drafter.shared,
             tokens_BT=tokens_1T,
             loss_mask_BT=jnp.ones(tokens_1T.shape, bool),
-            features_BTCD=tiny.forward(tokens_1T, taps=drafter.drafter.config.taps).features_BTCD,
+            features_BTCD=features_1TCD,
             anchors_BA=anchors_1A,
             keep_BA=jnp.ones(anchors_1A.shape, bool),
         )
@@ -83,8 +94,11 @@ def _training_view(tiny, name, tokens_1T, anchors: list[int]) -> tuple[np.ndarra
         shape = (anchors_1A.size, tiny.block_len)
         return jax.nn.softmax(logits_MV).reshape(*shape, -1), rows.confidence_logits_BM.reshape(shape)
 
-    padded = [anchors + [0] * (MAX_CONTEXT - len(anchors))]
-    return jax.device_get(view(jnp.asarray(tokens_1T), jnp.asarray(padded)))
+    tokens_1T, anchors_1A = (np.zeros((1, MAX_CONTEXT), np.int32) for _ in range(2))
+    tokens_1T[0, : len(sequence)] = sequence
+    anchors_1A[0, : len(anchors)] = anchors
+    features_1TCD = tiny.forward(tokens_1T, taps=drafter.drafter.config.taps).features_BTCD
+    return jax.device_get(view(tokens_1T, features_1TCD, anchors_1A))
 
 
 @pytest.mark.parametrize("name", ["markov", "gated", "rnn", "reduced", "dflash"])
