@@ -6,6 +6,8 @@ is compared with the training view of the finished sequence, under teacher forci
 
 from __future__ import annotations
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +30,7 @@ def drafting_error(tiny, name: str) -> float:
     errors = []
     for slot, request in enumerate(requests):
         mine = [
-            (int(at[slot]), jax.tree.map(lambda x: x[slot], block))
+            (int(at[slot]), jax.tree.map(operator.itemgetter(slot), block))
             for at, active, block in blocks
             if active[slot]
         ]
@@ -39,7 +41,7 @@ def drafting_error(tiny, name: str) -> float:
 def _blocks_of_a_run(
     engine: Engine, requests: list[Request]
 ) -> list[tuple[np.ndarray, np.ndarray, DraftBlock]]:
-    """(anchor positions [B], active [B], block) of every round, as the engine's own compiled program saw them."""
+    """(anchor positions [B], active [B], block) of every round, as the compiled program saw them."""
     blocks = []
     draft = programs.draft
 

@@ -92,8 +92,9 @@ def test_flags_override_a_recipe(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         front_door.main([*recipe, "--microbatches", "5"])
     assert "equal parts" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="--target gpt_5"):
+    with pytest.raises(SystemExit):
         front_door.main([*recipe[:2], "gpt_5"])
+    assert "--target gpt_5" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
