@@ -24,39 +24,36 @@ EXACT = 2e-5
 
 
 def drafting_error(tiny, name: str) -> float:
-    """Largest difference in a probability or confidence between the blocks of a run and the training view."""
+    """Largest difference in a probability or confidence between a run's blocks and the training view."""
     requests = tiny.requests((3, 14), temperature=1.0)  # request i stays in slot i
-    blocks = _blocks_of_a_run(tiny.engine(name, slots=2, max_context=MAX_CONTEXT), requests)
+    rounds = _drafted(tiny.engine(name, slots=2, max_context=MAX_CONTEXT), requests)
     errors = []
     for slot, request in enumerate(requests):
-        mine = [
-            (int(at[slot]), jax.tree.map(operator.itemgetter(slot), block))
-            for at, active, block in blocks
-            if active[slot]
-        ]
-        errors += _errors(tiny, name, request, mine)
+        of_slot = [jax.tree.map(operator.itemgetter(slot), arrays) for arrays in rounds]
+        blocks = [(int(anchor), block) for active, anchor, block in of_slot if active]
+        errors += _errors(tiny, name, request, blocks)
     return max(errors)
 
 
-def _blocks_of_a_run(
-    engine: Engine, requests: list[Request]
-) -> list[tuple[np.ndarray, np.ndarray, DraftBlock]]:
-    """(anchor positions [B], active [B], block) of every round, as the compiled program saw them."""
-    blocks = []
+def _drafted(engine: Engine, requests: list[Request]) -> list[tuple[np.ndarray, np.ndarray, DraftBlock]]:
+    """(active [B], anchor positions [B], block) of every round, told by the engine's own program."""
+    rounds = []
     draft = programs.draft
 
-    def told(weights, state, **options):
+    def tell(*arrays):
+        rounds.append(jax.tree.map(np.asarray, arrays))
+
+    def telling_draft(weights, state, **options):
         block = draft(weights, state, **options)
-        seen = (state.positions_B, state.active_B, block)
-        jax.debug.callback(lambda *seen: blocks.append(jax.tree.map(np.asarray, seen)), *seen)
+        jax.debug.callback(tell, state.active_B, state.positions_B, block)
         return block
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "draft", told)
+        patch.setattr(programs, "draft", telling_draft)
         for _ in engine.run(requests):
             pass
     jax.effects_barrier()
-    return blocks
+    return rounds
 
 
 def _errors(tiny, name: str, request: Request, blocks: list[tuple[int, DraftBlock]]) -> list[float]:
