@@ -18,10 +18,10 @@ def shipped_drafter(target: str) -> Path:
     Raises:
       InputError: there is none.
     """
-    name = SHIPPED_DRAFTERS.get(target)
-    for place in _PLACES if name else ():
-        if (place / name / "config.json").exists():
-            return place / name
+    if name := SHIPPED_DRAFTERS.get(target):
+        for place in _PLACES:
+            if (place / name / "config.json").exists():
+                return place / name
     raise InputError(
         given=f"target {target!r} and no drafter",
         expected=f"a target with a shipped drafter: {sorted(SHIPPED_DRAFTERS)}",

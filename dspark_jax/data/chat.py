@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jinja2
 import numpy as np
 
 from dspark_jax.core.errors import InputError
@@ -73,12 +74,19 @@ class ChatTemplate:
         return whole.tokens_np, loss_mask_np
 
     def _render(self, messages: Sequence[Message], *, answer_next: bool) -> str:
-        rendered = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=False,
-            add_generation_prompt=answer_next,
-            **self.options,
-        )
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=answer_next,
+                **self.options,
+            )
+        except jinja2.TemplateError as error:  # templates refuse what they were not written for
+            raise InputError(
+                given=f"messages of roles {[message['role'] for message in messages]}: {error}",
+                expected="messages that the target's chat template takes",
+                fix="leave out or merge the messages that it does not know",
+            ) from error
         return str(rendered)
 
     def _encode(self, text: str) -> _Encoded:

@@ -30,6 +30,8 @@ class DataConfig:
     """Tokens per row: shorter sequences are padded on the right, longer ones are cut."""
     num_anchors: int
     """Draft blocks per sequence (A)."""
+    balance_domains: bool = False
+    """Draw equally many sequences from every domain; the smaller domains then repeat more often."""
     seed: int = 0
     """Decides the order of every epoch and the anchors of every record in it."""
     prefetch_batches: int = 4
@@ -91,7 +93,8 @@ def training_batches(
 ) -> BatchIterator:
     """Shuffled epochs without end, with fresh anchors in each.
 
-    Every epoch visits every record once; batches run across the border of two epochs and drop nothing.
+    Every epoch (of a domain, if they are balanced) visits every record once; batches run across the border of
+    two epochs and drop nothing.
     Batch n over all processes holds the same records and anchors for every `process_count`.
 
     Args:
@@ -123,7 +126,7 @@ def training_batches(
     def collate(rows) -> dict[str, np.ndarray]:
         return _collate(rows, config.max_length)
 
-    records = grain.MapDataset.source(source).seed(config.seed).shuffle().repeat()
+    records = _endless(source, config)
     # Anchors before the division among processes: their random stream then follows the global row number.
     rows = records.random_map(with_anchors)[process_index::process_count]
     batches = rows.batch(config.batch_size // process_count, drop_remainder=True, batch_fn=collate)
@@ -144,8 +147,36 @@ def training_batches(
     )
 
 
+def _endless(source: Sequence[Example] | FeatureStore, config: DataConfig) -> grain.MapDataset:
+    """All records again and again, newly shuffled in every epoch."""
+    if not config.balance_domains:
+        return grain.MapDataset.source(source).seed(config.seed).shuffle().repeat()
+    is_store = isinstance(source, FeatureStore)
+    domains = source.domains if is_store else [example.domain for example in source]
+    rows = {domain: np.flatnonzero(np.asarray(domains) == domain) for domain in sorted(set(domains))}
+    return grain.MapDataset.mix(
+        [
+            grain.MapDataset.source(_Rows(source, rows_np)).seed(config.seed).shuffle().repeat()
+            for rows_np in rows.values()
+        ]
+    ).seed(config.seed)
+
+
+class _Rows(Sequence):
+    """Some rows of a sequence."""
+
+    def __init__(self, source: Sequence, rows_np: np.ndarray):
+        self._source, self._rows_np = source, rows_np
+
+    def __len__(self) -> int:
+        return len(self._rows_np)
+
+    def __getitem__(self, index):
+        return self._source[int(self._rows_np[index])]
+
+
 def _fingerprint(ids: Sequence[str], config: DataConfig) -> str:
-    relevant = [config.batch_size, config.max_length, config.num_anchors, config.seed]
+    relevant = [config.batch_size, config.max_length, config.num_anchors, config.seed, config.balance_domains]
     return hashlib.sha256(json.dumps([relevant, list(ids)]).encode()).hexdigest()[:16]
 
 

@@ -8,8 +8,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import jinja2
-
 from dspark_jax.core.errors import InputError
 from dspark_jax.data.chat import ChatTemplate
 from dspark_jax.engine.engine import Engine
@@ -115,10 +113,7 @@ class JobReader:
 
     def _prompt_tokens(self, fields: Mapping[str, Any]) -> list[int]:
         prompt = [{"role": "user", "content": fields.get("prompt")}]
-        try:
-            return self.chat.render_prompt(fields.get("messages", prompt))
-        except jinja2.TemplateError as error:
-            raise _Refused(f"the chat template refuses the messages: {error}") from error
+        return self.chat.render_prompt(fields.get("messages", prompt))
 
 
 def _parse(line: bytes) -> dict[str, Any]:

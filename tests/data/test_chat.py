@@ -104,6 +104,12 @@ def test_bad_conversations_are_refused(messages):
         TEMPLATES["chatml"].tokenize_conversation(messages)
 
 
+def test_what_the_template_itself_refuses_is_bad_input():
+    template = ChatTemplate(tokenizer=tiny_tokenizer("{{ raise_exception('no system messages') }}"))
+    with pytest.raises(InputError, match="no system messages"):
+        template.render_prompt(conversation("q"))
+
+
 def test_name_states_the_mode():
     assert TEMPLATES["empty thoughts"].name == "chat(enable_thinking=False)"
 

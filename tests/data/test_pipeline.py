@@ -56,6 +56,23 @@ def test_every_epoch_has_every_record_once_in_a_new_order_with_new_anchors():
     assert sum(changed) >= 10
 
 
+def test_balanced_domains_get_equal_parts_and_resume_exactly():
+    examples = [
+        dataclasses.replace(item, domain="big" if item.tokens_np[0] > 1 else "small") for item in EXAMPLES
+    ]
+    config = dataclasses.replace(CONFIG, balance_domains=True)
+    batches = take(training_batches(examples, config=config), 15)
+    numbers = np.concatenate([batch["tokens_BT"][:, 0] for batch in batches])
+    # 60 rows: 30 of the ten records of one domain, three epochs, and 30 of the two records of the other.
+    assert [int((numbers == number).sum()) for number in range(12)] == [15, 15, *[3] * 10]
+
+    iterator = training_batches(examples, config=config)
+    take(iterator, 7)
+    resumed = training_batches(examples, config=config)
+    resumed.set_state(json.loads(json.dumps(iterator.get_state())))
+    assert_same(take(resumed, 8), batches[7:])
+
+
 def rows(batch):
     return zip(batch["tokens_BT"], batch["anchors_BA"], strict=True)
 

@@ -157,7 +157,7 @@ def test_sigkill_at_a_random_step(finished, make_config, tmp_path):
     kill_at = random.randint(3, STEPS - 2)  # after the first checkpoint was begun
     with subprocess.Popen(
         [sys.executable, "-c", CHILD, str(tmp_path / "config.pickle")],
-        env={**os.environ, "JAX_NUM_CPU_DEVICES": "8"},
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
