@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dspark_jax.core.errors import InputError
-from dspark_jax.core.files import atomic_write
+from dspark_jax.evaluation.plotting import COLOURS, INK, light_grid, png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which stay apart under every common colour blindness, without their pale yellow.
-RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-INK, FAINT = "#333333", "#DDDDDD"
 SMOOTHING_SHARE = 0.05
 """Width of the moving average, as a share of the lines of a run."""
 
@@ -97,52 +94,27 @@ def plot_training(curves: Sequence[TrainingCurve], path: Path) -> None:
     Raises:
       InputError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure  # not pyplot: no display, no global state
-    except ImportError as error:
-        raise InputError(
-            given="no matplotlib", expected="the extra [eval]", fix="pip install 'dspark_jax[eval]'"
-        ) from error
-
-    style: dict[Any, Any] = {
-        "font.size": 10,
-        "axes.edgecolor": INK,
-        "axes.labelcolor": INK,
-        "axes.spines.right": False,
-        "axes.spines.top": False,
-        "axes.titlelocation": "left",
-        "axes.titlesize": 11,
-        "axes.titlecolor": INK,
-        "text.color": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-    }
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(4.8 * (1 + len(curves)), 3.8), layout="constrained")
+    with png(path, width=4.8 * (1 + len(curves)), height=3.8) as figure:
         tau_axes, *accept_axes = figure.subplots(1, 1 + len(curves), squeeze=False)[0]
         _draw_tau(tau_axes, curves)
         top = max(float(smooth(curve.accept_np).max()) for curve in curves)
         for axes, curve in zip(accept_axes, curves, strict=True):
             which = f", {curve.name}" if len(curves) > 1 else ""
             axes.set_title(f"Acceptance by position in the block{which}")
-            _draw_acceptance(axes, curve, matplotlib.colormaps["cividis"])
+            _draw_acceptance(axes, curve)
             axes.set_ylim(0, 1.05 * top)
         for axes in (tau_axes, *accept_axes):
             axes.set_xlabel("predictions seen")
             axes.set_xlim(0, max(curve.predictions_np[-1] for curve in curves))
             axes.xaxis.set_major_formatter(_engineering)
-            axes.grid(axis="y", color=FAINT, linewidth=0.8)
-            axes.set_axisbelow(True)
-        with atomic_write(path) as file:
-            figure.savefig(file, format="png", dpi=160)
+            light_grid(axes)
 
 
 def _draw_tau(axes: Axes, curves: Sequence[TrainingCurve]) -> None:
     axes.set_title("Expected accepted length (tokens per round)")
     labels = []
     for number, curve in enumerate(curves):
-        colour = RUN_COLOURS[number % len(RUN_COLOURS)]
+        colour = COLOURS[number % len(COLOURS)]
         values = smooth(curve.expected_tau_np)
         axes.plot(curve.predictions_np, curve.expected_tau_np, color=colour, alpha=0.2, linewidth=0.8)
         axes.plot(curve.predictions_np, values, color=colour, linewidth=2, label=curve.name)
@@ -154,9 +126,11 @@ def _draw_tau(axes: Axes, curves: Sequence[TrainingCurve]) -> None:
         axes.legend(frameon=False, loc="lower right")
 
 
-def _draw_acceptance(axes: Axes, curve: TrainingCurve, colours: Any) -> None:
+def _draw_acceptance(axes: Axes, curve: TrainingCurve) -> None:
     """Positions are ordered, so their colours run from dark to light; numbers at the ends name them."""
-    labels = []
+    import matplotlib
+
+    colours, labels = matplotlib.colormaps["cividis"], []
     values = smooth(curve.accept_np)
     G = values.shape[1]
     for k in range(G):
