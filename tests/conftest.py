@@ -6,9 +6,11 @@ import hashlib
 import os
 import platform
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import hypothesis
+import pytest
 
 
 def _cpu_fingerprint() -> str:
@@ -56,3 +58,21 @@ jax.config.update("jax_num_cpu_devices", 8)
 # A first call compiles, so a deadline would say nothing; failures must come back on every machine.
 hypothesis.settings.register_profile("dspark", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("dspark")
+
+
+@pytest.fixture(scope="module")
+def quick_compiles() -> Iterator[None]:
+    """Programs that run for milliseconds are not worth seconds of LLVM's optimiser."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="session")
+def tpu_devices() -> Callable[[str], Sequence]:
+    """Devices of a topology to compile for; the test is skipped where there is no TPU compiler."""
+    pytest.importorskip("libtpu", reason="no TPU compiler: pip install 'dspark_jax[tpu]' on Linux x86-64")
+    from dspark_jax.core.topology import tpu_devices
+
+    return tpu_devices

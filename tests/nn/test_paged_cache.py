@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -96,21 +95,9 @@ def test_rows_are_written_where_they_lie_and_padding_nowhere():
     np.testing.assert_array_equal(written, wanted)
 
 
-TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
-
-
-@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES.keys())
-def test_the_kernel_compiles_for_tpus_under_tensor_parallelism(topology):
-    pytest.importorskip(
-        "libtpu", reason="no TPU compiler here: pip install 'dspark_jax[tpu]' on Linux x86-64"
-    )
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-16")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    os.environ.setdefault("TPU_LOG_DIR", "disabled")
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_the_kernel_compiles_for_tpus_under_tensor_parallelism(tpu_devices, topology):
+    devices = tpu_devices(topology)
     mesh = make_mesh(tensor=len(devices), devices=devices)
     slots, pages_per_slot, num_rows = 16, 8, 48
     heads, kv_heads, head_dim, page = 32, 8, 128, 64
