@@ -1,5 +1,9 @@
-"""Train a drafter: `python train.py configs/dspark.py --target smollm2_135m [--run-dir DIR, other flags]`."""
+"""Train a drafter: `python train.py configs/dspark.py --target smollm2_135m [--run-dir DIR, other flags]`.
 
+What the recipe itself takes (`--target`, for some methods `--head` or `--k`) stands before all other flags.
+"""
+
+import inspect
 import logging
 import runpy
 import sys
@@ -15,11 +19,24 @@ def main(argv: list[str]) -> None:
     """Reads `configs/<method>.py`, lets flags override it, and trains."""
     if len(argv) < 3 or argv[1] != "--target":
         sys.exit(__doc__)
-    path, _, target, *flags = argv
+    path, *flags = argv
 
     def run() -> None:
-        default = runpy.run_path(path)["get_config"](target=target)
-        train(tyro.cli(TrainConfig, default=default, args=flags, prog=f"train.py {path} --target {target}"))
+        get_config = runpy.run_path(path)["get_config"]
+        names = {f"--{name}" for name in inspect.signature(get_config).parameters}
+        arguments: dict[str, str] = {}
+        rest = flags
+        while len(rest) > 1 and rest[0] in names:
+            name, value, *rest = rest
+            arguments[name.removeprefix("--")] = value
+        train(
+            tyro.cli(
+                tyro.conf.AvoidSubcommands[TrainConfig],
+                default=get_config(**arguments),
+                args=rest,
+                prog=f"train.py {path} --target {arguments['target']}",
+            )
+        )
 
     run_or_explain(run)
 

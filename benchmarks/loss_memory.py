@@ -28,28 +28,31 @@ from dspark_jax.nn.config import BlockConfig
 from dspark_jax.nn.rope import DefaultRope
 from dspark_jax.targets.config import DecoderConfig
 from dspark_jax.training import step as step_module
-from dspark_jax.training.config import DrafterRecipe, LossConfig, OptimizerConfig
+from dspark_jax.training.config import LossConfig, OptimizerConfig
 from dspark_jax.training.features import TargetFeatures
 from dspark_jax.training.optimizer import make_optimizer
+from dspark_jax.training.recipes import DSparkRecipe
 from dspark_jax.training.state import Frozen, TrainBatch, TrainState
 
 QWEN3_4B = DecoderConfig(
     family="qwen3",
     vocab_size=151_936,
-    num_layers=36,
-    block=BlockConfig(
-        width=2560,
-        mlp_width=9728,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        qk_norm=True,
-        rope=DefaultRope(theta=1e6),
+    layers=36
+    * (
+        BlockConfig(
+            width=2560,
+            mlp_width=9728,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            qk_norm=True,
+            rope=DefaultRope(theta=1e6),
+        ),
     ),
     tie_embeddings=True,
     max_positions=40_960,
 )
-RECIPE = DrafterRecipe(taps=(1, 9, 17, 25, 33), mask_token=151_669)
+RECIPE = DSparkRecipe(taps=(1, 9, 17, 25, 33), mask_token=151_669)
 REQUIRED_RATIO = 5.0
 
 
@@ -149,11 +152,13 @@ def temporaries_bytes(jitted, *shapes) -> int:
     return jitted.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
 
-def step_shapes(recipe: DrafterRecipe, config: LossMemory) -> tuple[functools.partial, tuple]:
+def step_shapes(recipe: DSparkRecipe, config: LossMemory) -> tuple[functools.partial, tuple]:
     """(the training step, the shapes of its arguments) with the target's features given."""
     drafter = DSpark(recipe.resolve(QWEN3_4B), jnp.dtype(jnp.bfloat16))
     D, C, T = QWEN3_4B.block.width, len(recipe.taps), config.step_tokens
-    optimizer = make_optimizer(OptimizerConfig(), steps=1000, feature_scale=jnp.ones(C * D))
+    optimizer = make_optimizer(
+        OptimizerConfig(), steps=1000, feature_kernel=drafter.feature_kernel, feature_scale=jnp.ones(C * D)
+    )
 
     def fresh() -> TrainState:
         params = nn.meta.unbox(drafter.init(jax.random.key(0)))
@@ -168,7 +173,8 @@ def step_shapes(recipe: DrafterRecipe, config: LossMemory) -> tuple[functools.pa
         target=TargetFeatures(shape((1, T, C, D), bf16), shape((1, T, D), bf16), shape((1, T), jnp.float32)),
     )
     V = QWEN3_4B.vocab_size
-    frozen = Frozen(target_params=None, shared=SharedWeights(shape((V, D), bf16), shape((D, V), bf16), None))
+    shared = SharedWeights.cut(shape((V, D), bf16), shape((D, V), bf16), None, QWEN3_4B.scaling)
+    frozen = Frozen(target_params=None, shared=shared)
     step = functools.partial(
         step_module.train_step, drafter=drafter, optimizer=optimizer, target=QWEN3_4B, loss=LossConfig()
     )

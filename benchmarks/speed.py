@@ -167,7 +167,9 @@ def main(config: Speed) -> None:
     weights = Weights(
         target=target.params,
         drafter=draft.params,
-        shared=draft.shared_weights(embedding_table(target.params), lm_head_kernel(target.params)),
+        shared=draft.shared_weights(
+            embedding_table(target.params), lm_head_kernel(target.params), target.config.scaling
+        ),
     )
     chat = ChatTemplate(tokenizer=target.tokenizer)
     lines = config.prompts.read_text().splitlines()[: config.num_prompts]

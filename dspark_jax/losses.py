@@ -81,8 +81,16 @@ def _chunk_gradient(weights: RowWeights, log_q: Array, p: Array, labels: Array) 
     return weights.tv_BM[..., None] * tv + weights.kl_BM[..., None] * kl + ce_weight[..., None] * ce
 
 
+def _soft_capped(logits: Array, cap: float | None) -> tuple[Array, Array | float]:
+    """(cap tanh(logits / cap), its derivative), or the logits themselves and 1."""
+    if cap is None:
+        return logits, 1.0
+    share = jnp.tanh(logits / cap)
+    return cap * share, 1.0 - share * share
+
+
 def _loss_and_gradients(
-    chunk, dtype, hidden_BMD, latent_BMR, w2_RV, head_DV, target_BMD, logz_BM, labels_BM, weights
+    softcap, chunk, dtype, hidden_BMD, latent_BMR, w2_RV, head_DV, target_BMD, logz_BM, labels_BM, weights
 ):
     """One pass: (loss, terms) and the gradients of hidden, latent and W2."""
     B, M, _ = hidden_BMD.shape
@@ -99,17 +107,18 @@ def _loss_and_gradients(
     def step(carry, rows):
         loss, grad_w2 = carry
         hidden, latent, target, logz, labels, weight = rows
-        logits = matmul("bmd,dv->bmv", hidden, head_DV)
+        logits, slope = _soft_capped(matmul("bmd,dv->bmv", hidden, head_DV), softcap)
+        target_logits, _ = _soft_capped(matmul("bmd,dv->bmv", target, head_DV), softcap)
         if latent is not None:
             logits = logits + matmul("bmr,rv->bmv", latent, w2_RV)
-        terms, log_q, p = _chunk_terms(logits, matmul("bmd,dv->bmv", target, head_DV), logz, labels)
+        terms, log_q, p = _chunk_terms(logits, target_logits, logz, labels)
         loss += (weight.ce_BM * terms.ce_BM + weight.tv_BM * terms.tv_BM + weight.kl_BM * terms.kl_BM).sum()
         gradient = _chunk_gradient(weight, log_q, p, labels)
         grad_latent = None
         if latent is not None:
             grad_latent = matmul("bmv,rv->bmr", gradient, w2_RV)
             grad_w2 = grad_w2 + matmul("bmr,bmv->rv", latent, gradient)
-        return (loss, grad_w2), (terms, matmul("bmv,dv->bmd", gradient, head_DV), grad_latent)
+        return (loss, grad_w2), (terms, matmul("bmv,dv->bmd", gradient * slope, head_DV), grad_latent)
 
     rows = jax.tree.map(chunked, (hidden_BMD, latent_BMR, target_BMD, logz_BM, labels_BM, weights))
     start = (jnp.zeros(()), None if w2_RV is None else jnp.zeros(w2_RV.shape))
@@ -120,21 +129,21 @@ def _loss_and_gradients(
     return (loss, terms), (grad_hidden, grad_latent, grad_w2)
 
 
-def _value(chunk, dtype, *arrays) -> tuple[Array, RowTerms]:
-    return _loss_and_gradients(chunk, dtype, *arrays)[0]
+def _value(softcap, chunk, dtype, *arrays) -> tuple[Array, RowTerms]:
+    return _loss_and_gradients(softcap, chunk, dtype, *arrays)[0]
 
 
-def _forward(chunk, dtype, *arrays):
-    return _loss_and_gradients(chunk, dtype, *arrays)
+def _forward(softcap, chunk, dtype, *arrays):
+    return _loss_and_gradients(softcap, chunk, dtype, *arrays)
 
 
-def _backward(chunk, dtype, gradients, cotangents):
+def _backward(softcap, chunk, dtype, gradients, cotangents):
     (grad_hidden, grad_latent, grad_w2), (loss_cotangent, _) = gradients, cotangents
     trained = (None if g is None else g * loss_cotangent for g in (grad_hidden, grad_latent, grad_w2))
     return (*trained, None, None, None, None, None)
 
 
-_block_loss = jax.custom_vjp(_value, nondiff_argnums=(0, 1))
+_block_loss = jax.custom_vjp(_value, nondiff_argnums=(0, 1, 2))
 _block_loss.defvjp(_forward, _backward)
 
 
@@ -148,14 +157,15 @@ def block_loss(
     target_logz_BM: Array,
     labels_BM: Array,
     weights: RowWeights,
+    softcap: float | None = None,
     chunk: int = 128,
     dtype=jnp.float32,
 ) -> tuple[Array, RowTerms]:
     """Weighted sum of CE, TV and soft CE over rows, never holding more than one chunk of logits.
 
-    Draft logits are `hidden head + latent w2`; the target's are `target_hidden head`, normalised by
-    `target_logz`. Gradients flow to hidden, latent and w2. The head is frozen, and so is everything of the
-    target.
+    Draft logits are `cap(hidden head) + latent w2`; the target's are `cap(target_hidden head)`, normalised by
+    `target_logz`. With a `softcap` c, cap(x) = c tanh(x / c); else nothing is capped. Gradients flow to
+    hidden, latent and w2. The head is frozen, and so is everything of the target.
 
     Args:
       hidden_BMD: the drafter's final hidden states, M rows per sequence.
@@ -166,6 +176,7 @@ def block_loss(
       target_logz_BM: log-sum-exp of the target's logits over its FULL vocabulary.
       labels_BM: draft ids of the true tokens; -1 where the drafter cannot propose it.
       weights: per-row weights, denominators included.
+      softcap: the target's soft cap on logits, or None.
       chunk: rows per sequence whose logits exist at the same time.
       dtype: dtype in which matrix products read their inputs.
 
@@ -175,6 +186,7 @@ def block_loss(
     Differs from the reference: that one builds all logits at once, several times.
     """
     loss, terms = _block_loss(
+        softcap,
         chunk,
         dtype,
         hidden_BMD,

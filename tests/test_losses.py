@@ -15,8 +15,15 @@ from dspark_jax.losses import RowWeights, block_loss, confidence_loss, slot_weig
 B, M, D, R, V, FULL = 2, 7, 5, 3, 12, 20  # the drafter proposes 12 of the target's 20 tokens
 
 
+SOFTCAP = 2.0  # logits vary by about 2: many of them are bent
+
+
+def cap(logits, softcap: float | None):
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
 @functools.cache
-def inputs() -> dict:
+def inputs(softcap: float | None = None) -> dict:
     """Random rows; one of them is not supervised, some labels cannot be proposed."""
     generator = np.random.default_rng(0)
 
@@ -24,6 +31,8 @@ def inputs() -> dict:
         return generator.standard_normal(shape).astype(np.float32)
 
     head_DF, target_hidden_BMD = normal(D, FULL), normal(B, M, D)
+    with jax.ensure_compile_time_eval():  # the first caller may be inside `jit`
+        logz_BM = jax.nn.logsumexp(cap(target_hidden_BMD @ head_DF, softcap), axis=-1)
     supervised_BM = np.ones((B, M), np.float32)
     supervised_BM[1, 3] = 0
     labels_BM = generator.integers(0, V, (B, M))
@@ -34,7 +43,7 @@ def inputs() -> dict:
         "w2_RV": normal(R, V),
         "head_DV": head_DF[:, :V],
         "target_hidden_BMD": target_hidden_BMD,
-        "target_logz_BM": np.asarray(jax.nn.logsumexp(target_hidden_BMD @ head_DF, axis=-1)),
+        "target_logz_BM": np.asarray(logz_BM),
         "labels_BM": labels_BM,
         "weights": {
             term: supervised_BM * generator.random((B, M)).astype(np.float32)
@@ -49,12 +58,14 @@ def only(*terms: str) -> RowWeights:
     return RowWeights(**{name: w * (name[:2] in terms) for name, w in weights.items()})
 
 
-def plain_terms(hidden_BMD, latent_BMR, w2_RV) -> dict[str, jax.Array]:
+def plain_terms(hidden_BMD, latent_BMR, w2_RV, softcap: float | None = None) -> dict[str, jax.Array]:
     """Definitions of the paper, over the target's and the drafter's full distributions."""
-    x = inputs()
-    logits_BMV = hidden_BMD @ x["head_DV"] + (0 if latent_BMR is None else latent_BMR @ w2_RV)
+    x = inputs(softcap)
+    logits_BMV = cap(hidden_BMD @ x["head_DV"], softcap)
+    logits_BMV = logits_BMV + (0 if latent_BMR is None else latent_BMR @ w2_RV)
     log_q = jax.nn.log_softmax(logits_BMV)
-    q, p = jnp.exp(log_q), jnp.exp(x["target_hidden_BMD"] @ x["head_DV"] - x["target_logz_BM"][..., None])
+    target_logits_BMV = cap(x["target_hidden_BMD"] @ x["head_DV"], softcap)
+    q, p = jnp.exp(log_q), jnp.exp(target_logits_BMV - x["target_logz_BM"][..., None])
     outside = 1 - p.sum(-1)
     one_hot = jax.nn.one_hot(x["labels_BM"], V)  # all zeros for -1
     return {
@@ -66,8 +77,8 @@ def plain_terms(hidden_BMD, latent_BMR, w2_RV) -> dict[str, jax.Array]:
     }
 
 
-def plain_loss(hidden_BMD, latent_BMR, w2_RV, weights: RowWeights):
-    terms = plain_terms(hidden_BMD, latent_BMR, w2_RV)
+def plain_loss(hidden_BMD, latent_BMR, w2_RV, weights: RowWeights, softcap: float | None = None):
+    terms = plain_terms(hidden_BMD, latent_BMR, w2_RV, softcap)
     return sum((getattr(weights, f"{name}_BM") * terms[name]).sum() for name in ("ce", "tv", "kl"))
 
 
@@ -76,15 +87,21 @@ def trained(with_latent: bool) -> tuple:
     return (x["hidden_BMD"], x["latent_BMR"] if with_latent else None, x["w2_RV"] if with_latent else None)
 
 
-@functools.partial(jax.jit, static_argnames="chunk")
-def chunked(hidden_BMD, latent_BMR, w2_RV, weights: RowWeights, chunk: int):
-    x = inputs()
+@functools.partial(jax.jit, static_argnames=("chunk", "softcap"))
+def chunked(hidden_BMD, latent_BMR, w2_RV, weights: RowWeights, chunk: int, softcap: float | None = None):
+    x = inputs(softcap)
     names = ("head_DV", "target_hidden_BMD", "target_logz_BM", "labels_BM")
     frozen = {name: jnp.asarray(x[name]) for name in names}
 
     def loss(hidden_BMD, latent_BMR, w2_RV):
         value, terms = block_loss(
-            hidden_BMD=hidden_BMD, latent_BMR=latent_BMR, w2_RV=w2_RV, weights=weights, chunk=chunk, **frozen
+            hidden_BMD=hidden_BMD,
+            latent_BMR=latent_BMR,
+            w2_RV=w2_RV,
+            weights=weights,
+            softcap=softcap,
+            chunk=chunk,
+            **frozen,
         )
         return 3 * value, terms  # the cotangent is not 1
 
@@ -96,13 +113,16 @@ def chunked(hidden_BMD, latent_BMR, w2_RV, weights: RowWeights, chunk: int):
 
 
 @pytest.mark.parametrize("with_latent", [True, False], ids=["latent", "no-latent"])
+@pytest.mark.parametrize("softcap", [None, SOFTCAP], ids=["uncapped", "capped"])
 @pytest.mark.parametrize("terms", [("ce",), ("tv",), ("kl",), ("ce", "tv", "kl")], ids="-".join)
-def test_equals_the_plain_formula(terms, with_latent):
+def test_equals_the_plain_formula(terms, with_latent, softcap):
     weights, arrays = only(*terms), trained(with_latent)
     arguments = (0, 1, 2) if with_latent else (0,)
 
-    value, _, gradients = chunked(*arrays, weights, chunk=3)  # 7 rows: the last chunk is padded
-    expected, expected_gradients = jax.jit(jax.value_and_grad(plain_loss, arguments))(*arrays, weights)
+    # 7 rows: the last chunk is padded.
+    value, _, gradients = chunked(*arrays, weights, chunk=3, softcap=softcap)
+    plain = jax.jit(jax.value_and_grad(functools.partial(plain_loss, softcap=softcap), arguments))
+    expected, expected_gradients = plain(*arrays, weights)
 
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for ours, theirs in zip(gradients, expected_gradients, strict=True):
@@ -110,9 +130,10 @@ def test_equals_the_plain_formula(terms, with_latent):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_terms_of_every_row():
-    _, terms, _ = chunked(*trained(True), only("tv"), chunk=3)
-    expected = plain_terms(*trained(True))
+@pytest.mark.parametrize("softcap", [None, SOFTCAP], ids=["uncapped", "capped"])
+def test_terms_of_every_row(softcap):
+    _, terms, _ = chunked(*trained(True), only("tv"), chunk=3, softcap=softcap)
+    expected = plain_terms(*trained(True), softcap)
 
     for name, value in expected.items():
         np.testing.assert_allclose(getattr(terms, f"{name}_BM"), value, rtol=1e-5, atol=1e-6, err_msg=name)
@@ -183,10 +204,11 @@ def test_rows_without_weight_have_no_gradient():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(terms))
 
 
-def test_extreme_logits_stay_finite():
+@pytest.mark.parametrize("softcap", [None, SOFTCAP], ids=["uncapped", "capped"])
+def test_extreme_logits_stay_finite(softcap):
     hidden, latent, w2 = trained(True)
 
-    value, terms, gradients = chunked(200 * hidden, latent, w2, only("ce", "tv"), chunk=3)
+    value, terms, gradients = chunked(200 * hidden, latent, w2, only("ce", "tv"), chunk=3, softcap=softcap)
 
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((value, terms, gradients)))
     assert terms.tv_BM.max() <= 2 + 1e-5 and terms.accept_BM.min() >= 0

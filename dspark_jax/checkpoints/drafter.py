@@ -1,12 +1,14 @@
-"""Drafter checkpoints: Hugging Face directories in DeepSpec's format (spec section 9), with one addition.
+"""Drafter checkpoints: Hugging Face directories in DeepSpec's format (spec section 9), with two additions.
 
-`draft_to_target` (int32 [Vd], unknown to DeepSpec) holds the target ids of a reduced draft vocabulary.
-A drafter that shares the target's embedding and LM head simply does not store them.
+`draft_to_target` (int32 [Vd], unknown to DeepSpec) holds the target ids of a reduced draft vocabulary, and
+the field `sample_from_anchor` of config.json names the layout. A drafter that shares the target's embedding
+and LM head simply does not store them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,38 +20,25 @@ import numpy as np
 from flax import traverse_util
 from jax import Array
 from jax.typing import DTypeLike
-from safetensors.numpy import save
 
+from dspark_jax.checkpoints.drafter_formats import (
+    architecture,
+    format_of,
+    mask_problem,
+    own_fields,
+    read_config,
+)
 from dspark_jax.checkpoints.hf_names import ParamSlot, flat_boxes, slots
+from dspark_jax.checkpoints.safetensors_files import MAX_SHARD_BYTES, write_tensors
 from dspark_jax.checkpoints.sources import SafetensorsDirectory
 from dspark_jax.core.errors import InputError
 from dspark_jax.core.files import atomic_write
-from dspark_jax.drafters.config import RNN, Confidence, DSparkConfig, Gated, Markov, SequentialHead
-from dspark_jax.drafters.contract import Params, SharedWeights
-from dspark_jax.drafters.dspark import DSpark
-from dspark_jax.targets.families import decoder_config_from_hf
+from dspark_jax.drafters.contract import Drafter, Params, SharedWeights
+from dspark_jax.drafters.registry import DrafterConfig, make_drafter
+from dspark_jax.nn.config import TokenScaling
+from dspark_jax.targets.families import like_the_last_layer, text_config
 
-DRAFTER_NAMES = {
-    "fc/kernel": "fc.weight",
-    "hidden_norm/scale": "hidden_norm.weight",
-    "final_norm/scale": "norm.weight",
-    "head/w1": "markov_head.markov_w1.weight",
-    "head/w2": "markov_head.markov_w2.weight",
-    "head/gate_kernel": "markov_head.gate_proj.weight",
-    "head/gate_bias": "markov_head.gate_proj.bias",
-    "head/joint_kernel": "markov_head.joint_proj.weight",
-    "head/joint_bias": "markov_head.joint_proj.bias",
-    "confidence/kernel": "confidence_head.proj.weight",
-    "confidence/bias": "confidence_head.proj.bias",
-}
 EMBEDDING, LM_HEAD, VOCABULARY = "embed_tokens.weight", "lm_head.weight", "draft_to_target"
-HEAD_TYPES: dict[str, type] = {"vanilla": Markov, "gated": Gated, "rnn": RNN}
-ARCHITECTURES = {"qwen3": "Qwen3DSparkModel", "llama": "LlamaDSparkModel"}
-# Fields of config.json that describe the drafter; all others describe its layers as the target's config does.
-OWN_FIELDS = frozenset(
-    "block_size mask_token_id target_layer_ids num_target_layers num_anchors markov_rank markov_head_type"
-    " enable_confidence_head confidence_head_with_markov draft_vocab_size".split()
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,24 +53,26 @@ class LoadedDrafter:
       head_DV: its own LM head, or None.
     """
 
-    drafter: DSpark
+    drafter: Drafter
     params: Params
     draft_to_target_np: np.ndarray | None
     embedding_VD: Array | None
     head_DV: Array | None
 
-    def shared_weights(self, embedding_VD: Array, head_DV: Array) -> SharedWeights:
+    def shared_weights(self, embedding_VD: Array, head_DV: Array, scaling: TokenScaling) -> SharedWeights:
         """The embedding and LM head to draft with: its own where it has them, else the target's."""
         vocabulary = None if self.draft_to_target_np is None else jnp.asarray(self.draft_to_target_np)
         embedding = embedding_VD if self.embedding_VD is None else self.embedding_VD
-        return SharedWeights.cut(embedding, head_DV if self.head_DV is None else self.head_DV, vocabulary)
+        head = head_DV if self.head_DV is None else self.head_DV
+        return SharedWeights.cut(embedding, head, vocabulary, scaling)
 
 
-def drafter_slots(drafter: DSpark) -> dict[str, ParamSlot]:
+def drafter_slots(drafter: Drafter) -> dict[str, ParamSlot]:
     """File name -> slot for every trained parameter."""
     flat = flat_boxes(jax.eval_shape(drafter.init, jax.random.key(0)))
     without_prefix = {path[path[0] == "backbone" :]: box for path, box in flat.items()}
-    named = slots(traverse_util.unflatten_dict(without_prefix), DRAFTER_NAMES, "layers.")
+    names: Any = format_of(drafter.config).names
+    named = slots(traverse_util.unflatten_dict(without_prefix), names, "layers.")
     paths = {path[path[0] == "backbone" :]: path for path in flat}
     return {name: dataclasses.replace(slot, path=paths[slot.path]) for name, slot in named.items()}
 
@@ -89,14 +80,15 @@ def drafter_slots(drafter: DSpark) -> dict[str, ParamSlot]:
 def save_drafter(
     directory: Path,
     *,
-    drafter: DSpark,
+    drafter: Drafter,
     params: Params,
     draft_to_target_np: np.ndarray | None,
     target_hf_config: Mapping[str, Any],
     num_anchors: int,
     dtype: DTypeLike = jnp.bfloat16,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes config.json and model.safetensors; each file appears whole or not at all.
+    """Writes config.json and the weights; each file appears whole or not at all.
 
     Args:
       directory: created when absent.
@@ -106,90 +98,56 @@ def save_drafter(
       target_hf_config: the target's config.json; all of its fields are kept.
       num_anchors: anchors per sequence in training, recorded as DeepSpec does.
       dtype: dtype in the file.
+      max_shard_bytes: above this size the weights are written as shards with an index.
     """
-    if problem := _mask_problem(drafter.config.mask_token, target_hf_config):
+    of_target = text_config(target_hf_config)
+    own = {**own_fields(drafter.config), "num_anchors": num_anchors}
+    if problem := mask_problem(own.get("mask_token_id"), of_target):
         raise InputError(
             given=problem, expected="a token that never occurs in text", fix="choose another one"
         )
     flat = traverse_util.flatten_dict(params)
-    tensors = {}
-    for name, slot in drafter_slots(drafter).items():
+
+    def tensor(slot: ParamSlot) -> np.ndarray:
         array_np = np.asarray(flat[slot.path]).astype(dtype)
-        tensors[name] = np.ascontiguousarray(array_np.T if slot.transpose else array_np)
+        return array_np.T if slot.transpose else array_np
+
+    tensors = {name: functools.partial(tensor, slot) for name, slot in drafter_slots(drafter).items()}
     if draft_to_target_np is not None:
-        tensors[VOCABULARY] = np.asarray(draft_to_target_np, np.int32)
+        tensors[VOCABULARY] = functools.partial(np.asarray, draft_to_target_np, np.int32)
     config = {
-        **target_hf_config,
-        **_own_fields(drafter.config, num_anchors),
-        "architectures": [ARCHITECTURES[target_hf_config["model_type"]]],
-        "num_target_layers": target_hf_config["num_hidden_layers"],
-        "num_hidden_layers": drafter.config.num_layers,
+        **like_the_last_layer(of_target, drafter.config.num_layers),
+        **own,
+        "architectures": [architecture(format_of(drafter.config), of_target["model_type"])],
+        "num_target_layers": of_target["num_hidden_layers"],
         "tie_word_embeddings": False,
         "dtype": jnp.dtype(dtype).name,
     }
-    if config.get("layer_types"):  # one entry per layer, or transformers refuses the file
-        config["layer_types"] = config["layer_types"][:1] * drafter.config.num_layers
-    with atomic_write(directory / "model.safetensors") as file:
-        file.write(save(tensors, metadata={"format": "pt"}))
+    write_tensors(directory, tensors, max_shard_bytes=max_shard_bytes)
+    write_config(directory, config)
+
+
+def write_config(directory: Path, config: Mapping[str, Any]) -> None:
+    """Writes config.json."""
     with atomic_write(directory / "config.json", "w") as file:
         json.dump(config, file, indent=2, sort_keys=True)
 
 
-def _own_fields(config: DSparkConfig, num_anchors: int) -> dict[str, Any]:
-    head_types = {cls: name for name, cls in HEAD_TYPES.items()}
-    fields = {
-        "block_size": config.block_len,
-        "mask_token_id": config.mask_token,
-        "target_layer_ids": list(config.taps),
-        "num_anchors": num_anchors,
-        "markov_rank": config.head.rank if config.head else 0,
-        "markov_head_type": head_types[type(config.head)] if config.head else "vanilla",
-        "enable_confidence_head": config.confidence is not None,
-        "confidence_head_with_markov": bool(config.confidence and config.confidence.with_markov),
-    }
-    if config.vocab_size != config.target_vocab_size:
-        fields["draft_vocab_size"] = config.vocab_size
-    return fields
-
-
 def load_drafter(path: str | Path, *, dtype: DTypeLike = jnp.float32) -> LoadedDrafter:
-    """Reads a directory written by `save_drafter` or by DeepSpec.
+    """Reads a directory written by `save_drafter`, by DeepSpec or by the original DFlash.
 
     Raises:
       InputError: unknown fields, and unknown, missing or misshapen tensors, all at once.
     """
     source = SafetensorsDirectory(path)
-    drafter = DSpark(_config(source.config), jnp.dtype(dtype))
-    expected = drafter_slots(drafter)
-    shapes = {name: slot.shape for name, slot in expected.items()}
-    V, D = drafter.config.target_vocab_size, drafter.config.block.width
-    optional = {EMBEDDING: (V, D), LM_HEAD: (V, D), VOCABULARY: (drafter.config.vocab_size,)}
-    present = set(source.names())
-    problems = [f"unknown {name}" for name in sorted(present - set(shapes) - set(optional))]
-    problems += [f"missing {name}" for name in sorted(set(shapes) - present)]
-    problems += [
-        f"{name} of shape {source.shape(name)} instead of {shape}"
-        for name, shape in {**shapes, **optional}.items()
-        if name in present and tuple(source.shape(name)) != shape
-    ]
-    if drafter.config.vocab_size != V and VOCABULARY not in present:
-        problems.append(f"draft_vocab_size without {VOCABULARY}")
-    if VOCABULARY in present:
-        ids_np = source.read(VOCABULARY)
-        if len(np.unique(ids_np)) < ids_np.size or ids_np.min() < 0 or ids_np.max() >= V:
-            problems.append(f"{VOCABULARY} with repeated ids or ids outside 0..{V - 1}")
-    if problems:
-        raise InputError(
-            given=f"{path}: " + "; ".join(problems),
-            expected="exactly the tensors that its config.json describes",
-            fix="check that config.json and model.safetensors belong together",
-        )
+    drafter = make_drafter(checked_config(source), jnp.dtype(dtype))
+    present = source.names()
 
     def read(name: str, transpose: bool) -> Array:
         array_np = source.read(name)
         return jnp.asarray(np.ascontiguousarray(array_np.T if transpose else array_np), dtype)
 
-    flat = {slot.path: read(name, slot.transpose) for name, slot in expected.items()}
+    flat = {slot.path: read(name, slot.transpose) for name, slot in drafter_slots(drafter).items()}
     return LoadedDrafter(
         drafter=drafter,
         params=traverse_util.unflatten_dict(flat),
@@ -199,52 +157,41 @@ def load_drafter(path: str | Path, *, dtype: DTypeLike = jnp.float32) -> LoadedD
     )
 
 
-def _mask_problem(mask_token: int | None, hf: Mapping[str, Any]) -> str | None:
-    """Padding as mask token: other engines give it no embedding, or mask its rows out."""
-    is_padding = mask_token is not None and mask_token == hf.get("pad_token_id")
-    return f"mask_token_id {mask_token}, the padding id" if is_padding else None
+def checked_config(source: SafetensorsDirectory) -> DrafterConfig:
+    """The drafter that a directory holds, once its fields and tensors are known to be right.
+
+    Raises:
+      InputError: lists everything that is not as config.json says, or not understood.
+    """
+    config, problems = read_config(source.config)
+    if config is not None:
+        problems += _tensor_problems(source, config)
+    if problems or config is None:
+        raise InputError(
+            given=f"{source.path}: " + "; ".join(problems),
+            expected="known fields, and exactly the tensors that they describe",
+            fix="check that config.json and the weights belong together and were written by dspark_jax, "
+            "DeepSpec or DFlash",
+        )
+    return config
 
 
-def _config(hf: Mapping[str, Any]) -> DSparkConfig:
-    known = set(ARCHITECTURES.values())
-    if not set(hf.get("architectures") or []) <= known or "block_size" not in hf:
-        raise InputError(
-            given=f"architectures {hf.get('architectures')}",
-            expected=f"a drafter: one of {sorted(known)}",
-            fix="pass a drafter directory; for a target use --target",
-        )
-    needed = ["mask_token_id", "target_layer_ids", "markov_rank", "enable_confidence_head"]
-    needed += ["confidence_head_with_markov"] if hf.get("enable_confidence_head") else []
-    problems = [f"no field {name!r}" for name in needed if hf.get(name) is None]
-    if hf.get("markov_rank") and hf.get("markov_head_type") not in HEAD_TYPES:
-        problems.append(f"markov_head_type {hf.get('markov_head_type')!r}")
-    if problem := _mask_problem(hf.get("mask_token_id"), hf):
-        problems.append(problem)
-    layers = None
-    try:
-        layers = decoder_config_from_hf({name: value for name, value in hf.items() if name not in OWN_FIELDS})
-    except InputError as error:
-        problems.append(error.given)
-    if problems or layers is None:
-        raise InputError(
-            given="a drafter's config with " + ", ".join(problems),
-            expected=f"DeepSpec's fields, and markov_head_type one of {sorted(HEAD_TYPES)}",
-            fix="use a config.json as dspark_jax or DeepSpec writes it",
-        )
-    head: SequentialHead | None = None
-    if hf["markov_rank"]:
-        head = HEAD_TYPES[hf["markov_head_type"]](rank=hf["markov_rank"])
-    confidence = None
-    if hf["enable_confidence_head"]:
-        confidence = Confidence(with_markov=hf["confidence_head_with_markov"])
-    return DSparkConfig(
-        target_vocab_size=layers.vocab_size,
-        vocab_size=hf.get("draft_vocab_size") or layers.vocab_size,
-        num_layers=layers.num_layers,
-        block=layers.block,
-        taps=tuple(hf["target_layer_ids"]),
-        block_len=hf["block_size"],
-        mask_token=hf["mask_token_id"],
-        head=head,
-        confidence=confidence,
-    )
+def _tensor_problems(source: SafetensorsDirectory, config: DrafterConfig) -> list[str]:
+    needed = {name: slot.shape for name, slot in drafter_slots(make_drafter(config)).items()}
+    V, D = config.target_vocab_size, config.block.width
+    optional = {EMBEDDING: (V, D), LM_HEAD: (V, D), VOCABULARY: (config.vocab_size,)}
+    present = set(source.names())
+    problems = [f"unknown tensor {name}" for name in sorted(present - set(needed) - set(optional))]
+    problems += [f"missing tensor {name}" for name in sorted(set(needed) - present)]
+    problems += [
+        f"{name} of shape {source.shape(name)} instead of {shape}"
+        for name, shape in {**needed, **optional}.items()
+        if name in present and tuple(source.shape(name)) != shape
+    ]
+    if config.vocab_size != V and VOCABULARY not in present:
+        problems.append(f"draft_vocab_size without {VOCABULARY}")
+    if VOCABULARY in present:
+        ids_np = source.read(VOCABULARY)
+        if len(np.unique(ids_np)) < ids_np.size or ids_np.min() < 0 or ids_np.max() >= V:
+            problems.append(f"{VOCABULARY} with repeated ids or ids outside 0..{V - 1}")
+    return problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -39,6 +40,14 @@ class ParamSlot:
 LAYER_NAMES = {
     "input_norm/scale": "input_layernorm.weight",
     "post_attention_norm/scale": "post_attention_layernorm.weight",
+    "pre_mlp_norm/scale": "pre_feedforward_layernorm.weight",
+    "post_mlp_norm/scale": "post_feedforward_layernorm.weight",
+    "layer_scalar": "layer_scalar",
+    "hidden_norm/scale": "hidden_norm.weight",  # Eagle3
+    "token_norm/scale": "enorm.weight",  # MTP
+    "state_norm/scale": "hnorm.weight",
+    "projection/kernel": "eh_proj.weight",
+    "head_norm/scale": "shared_head.norm.weight",
     "attention/q_norm/scale": "self_attn.q_norm.weight",
     "attention/k_norm/scale": "self_attn.k_norm.weight",
     **{
@@ -57,13 +66,20 @@ TARGET_NAMES = {
     "final_norm/scale": "model.norm.weight",
     "lm_head/kernel": "lm_head.weight",
 }
+# Files of multimodal models: where the text model is, and what text never meets.
+INNER_PREFIX = "model.language_model."
+OTHER_MODALITIES = tuple(
+    f"model.{part}." for part in "vision_tower vision_embedder audio_tower embed_vision embed_audio".split()
+)
+# Buffers that old exports stored beside the parameters; they follow from the config.
+NOT_PARAMETERS = ("rotary_emb.inv_freq",)
 
 
 def hf_name(path: Path, names: dict[str, str], layer_prefix: str) -> str:
     """Their name of our parameter `path`; `layers_3/...` becomes `<layer_prefix>3.<name in the layer>`."""
     joined = "/".join(path)
     try:
-        if path[0].startswith("layers_"):
+        if path[0].startswith("layers_") and joined not in names:
             return f"{layer_prefix}{path[0].removeprefix('layers_')}.{LAYER_NAMES['/'.join(path[1:])]}"
         return names[joined]
     except KeyError:
@@ -89,6 +105,18 @@ def slots(boxed_params: dict[str, Any], names: dict[str, str], layer_prefix: str
             path=path, transpose=transpose, shape=shape[::-1] if transpose else shape, axes=tuple(box.names)
         )
     return result
+
+
+def text_tensors(names: Iterable[str]) -> dict[str, str]:
+    """Name in a file of the text model alone -> name in this file, for every parameter that concerns text."""
+    present = [name for name in names if not name.endswith(NOT_PARAMETERS)]
+    if not any(name.startswith(INNER_PREFIX) for name in present):
+        return {name: name for name in present}
+    return {
+        name.replace(INNER_PREFIX, "model.", 1) if name.startswith(INNER_PREFIX) else name: name
+        for name in present
+        if not name.startswith(OTHER_MODALITIES)
+    }
 
 
 @functools.cache

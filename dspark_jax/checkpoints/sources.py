@@ -19,8 +19,8 @@ from dspark_jax.core.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 HEAD_BYTES = 4096  # of every tensor, in its identity
 
 
@@ -134,10 +134,10 @@ class SafetensorsDirectory:
 
     def _find_tensors(self) -> dict[str, _Stored]:
         """Locates every tensor, and checks that the index and the files agree."""
-        if not (self.path / _INDEX).exists():
-            self._require([_SINGLE])
-            return _read_header(self.path / _SINGLE)
-        indexed: dict[str, str] = self._json(_INDEX)["weight_map"]
+        if not (self.path / INDEX).exists():
+            self._require([SINGLE])
+            return _read_header(self.path / SINGLE)
+        indexed: dict[str, str] = self._json(INDEX)["weight_map"]
         shards = sorted(set(indexed.values()))
         self._require(shards)
         found = {shard: _read_header(self.path / shard) for shard in shards}
@@ -155,7 +155,7 @@ class SafetensorsDirectory:
         if problems:
             raise InputError(
                 given=f"{self.path}: {'; '.join(problems)}",
-                expected=f"{_INDEX} and the shards to agree",
+                expected=f"{INDEX} and the shards to agree",
                 fix="download the index and all shards of one revision again",
             )
         return {name: found[shard][name] for name, shard in indexed.items()}
@@ -165,7 +165,7 @@ class SafetensorsDirectory:
         if missing:
             raise InputError(
                 given=f"{self.path} lacks {', '.join(missing)}",
-                expected=f"config.json and {_SINGLE}, or {_INDEX} with all its shards",
+                expected=f"config.json and {SINGLE}, or {INDEX} with all its shards",
                 fix="download the missing files (pickled .bin weights are not read)",
             )
 

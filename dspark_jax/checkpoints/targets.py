@@ -14,19 +14,17 @@ from jax.typing import DTypeLike
 
 from dspark_jax.checkpoints.embedded import EMBEDDED_NAME, fetch_embedded_target
 from dspark_jax.checkpoints.gguf_file import GGUFFile
-from dspark_jax.checkpoints.hf_names import ParamSlot, hf_tensor_map
+from dspark_jax.checkpoints.hf_names import ParamSlot, hf_tensor_map, text_tensors
 from dspark_jax.checkpoints.sources import SafetensorsDirectory, TensorSource
 from dspark_jax.core.errors import InputError
 from dspark_jax.core.sharding import param_sharding
 from dspark_jax.targets.config import DecoderConfig
-from dspark_jax.targets.families import decoder_config_from_hf
+from dspark_jax.targets.families import decoder_config_from_hf, text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Buffers that old exports stored beside the parameters; they follow from the config.
-_NOT_PARAMETERS = ("rotary_emb.inv_freq",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +72,7 @@ def load_target(
         params=params,
         tokenizer=tokenizer,
         identity=source.identity(),
-        eos_ids=_eos_ids(generation, source.config, tokenizer),
+        eos_ids=_eos_ids(generation, text_config(source.config), tokenizer),
         generation=generation,
         hf_config=dict(source.config),
     )
@@ -102,10 +100,11 @@ def read_params(
     """
     config = decoder_config_from_hf(source.config)
     slots = hf_tensor_map(config)
-    _check_names(source, slots)
+    present = text_tensors(source.names())
+    _check_names(source, slots, present)
     params: dict[str, Any] = {}
     for name, slot in slots.items():
-        tensor_np = source.read(name)
+        tensor_np = source.read(present[name])
         tensor_np = np.ascontiguousarray(tensor_np.T if slot.transpose else tensor_np, dtype=jnp.dtype(dtype))
         sharding = None if mesh is None else param_sharding(mesh, slot.axes, tensor_np.shape)
         *parents, leaf = slot.path
@@ -116,23 +115,26 @@ def read_params(
     return config, params
 
 
-def _check_names(source: TensorSource, slots: dict[str, ParamSlot]) -> None:
-    present = {name for name in source.names() if not name.endswith(_NOT_PARAMETERS)}
-    if _LM_HEAD in present and _LM_HEAD not in slots:
-        present.remove(_LM_HEAD)
-        if _EMBEDDING in present and not np.array_equal(source.read(_LM_HEAD), source.read(_EMBEDDING)):
+def _check_names(source: TensorSource, slots: dict[str, ParamSlot], present: dict[str, str]) -> None:
+    names = set(present)
+    if _LM_HEAD in names and _LM_HEAD not in slots:
+        names.remove(_LM_HEAD)
+        own_head = source.read(present[_LM_HEAD])
+        if _EMBEDDING in names and not np.array_equal(own_head, source.read(present[_EMBEDDING])):
             raise InputError(
                 given=f"a config with tied embeddings, but {_LM_HEAD} differs from {_EMBEDDING}",
                 expected="equal tensors, or an untied config",
                 fix="set tie_word_embeddings to false in config.json if the model has its own LM head",
             )
-    unknown, missing = sorted(present - slots.keys()), sorted(slots.keys() - present)
-    problems = [f"unknown tensor {name} {list(source.shape(name))}" for name in unknown]
-    problems += [f"missing tensor {name} {list(slots[name].shape)}" for name in missing]
+    shapes = {name: tuple(source.shape(present[name])) for name in sorted(names)}
+    problems = [
+        f"unknown tensor {present[name]} {list(shape)}" for name, shape in shapes.items() if name not in slots
+    ]
+    problems += [f"missing tensor {name} {list(slots[name].shape)}" for name in sorted(slots.keys() - names)]
     problems += [
-        f"{name} has shape {list(source.shape(name))} instead of {list(slot.shape)}"
+        f"{present[name]} has shape {list(shapes[name])} instead of {list(slot.shape)}"
         for name, slot in slots.items()
-        if name in present and tuple(source.shape(name)) != tuple(slot.shape)
+        if name in names and shapes[name] != tuple(slot.shape)
     ]
     if problems:
         raise InputError(

@@ -28,6 +28,14 @@ COMMANDS = {
         "Evaluate",
         "measure accepted length and acceptance per position on held-out prompts",
     ),
+    "calibrate": ("calibrate", "Calibrate", "make predicted survival come true, and see how far it is off"),
+    "convert": ("convert", "Convert", "write a drafter in the format of another project, or in ours"),
+    "verify-golden": (
+        "verify_golden",
+        "VerifyGolden",
+        "compare recorded values of another implementation with ours",
+    ),
+    "plan": ("plan", "Plan", "compile a training run for a TPU pod without one: does it fit, what bounds it"),
     "plot-training": ("plot_training", "PlotTraining", "draw the course of training runs as a PNG"),
 }
 

@@ -46,6 +46,8 @@ class Evaluate:
     """Decides the draws at temperatures above 0, and the bootstrap."""
     dtype: str = "float32"
     """dtype in which the models run."""
+    self_check: bool = True
+    """Try whether the drafter fits the target, and stop if it does not."""
 
 
 def run(config: Evaluate) -> None:
@@ -60,6 +62,7 @@ def run(config: Evaluate) -> None:
             policy=FullBlock(),
             dtype=config.dtype,
         ),
+        check=config.self_check,
     )
 
     def fits(prompt: Prompt) -> bool:

@@ -43,6 +43,8 @@ class Regenerate:
     """Stop after this many responses in the file."""
     dtype: str = "float32"
     """dtype in which the models run."""
+    self_check: bool = True
+    """Try whether the drafter fits the target, and stop if it does not."""
 
 
 def run(config: Regenerate) -> None:
@@ -58,6 +60,7 @@ def run(config: Regenerate) -> None:
             policy=FullBlock(),
             dtype=config.dtype,
         ),
+        check=config.self_check,
     )
     log = JsonLinesLog(config.output)
     by_id = {prompt.id: prompt for prompt in prompts}

@@ -15,3 +15,9 @@ class InputError(ValueError):
     def __init__(self, *, given: str, expected: str, fix: str):
         self.given, self.expected, self.fix = given, expected, fix
         super().__init__(f"given: {given}; expected: {expected}; to fix it: {fix}")
+
+
+def require(legal: bool, *, given: str, expected: str, fix: str) -> None:
+    """Raises the `InputError` unless `legal`."""
+    if not legal:
+        raise InputError(given=given, expected=expected, fix=fix)

@@ -38,14 +38,15 @@ class FeatureRecord:
     """bfloat16 [T, C, D]: raw outputs of the tapped layers."""
     hidden_TD_np: np.ndarray
     """bfloat16 [T, D]: the last hidden state after the final norm."""
-    logz_T_np: np.ndarray
-    """float32 [T]: logsumexp of the target's logits over its full vocabulary."""
+    logz_T_np: np.ndarray | None
+    """float32 [T]: logsumexp of the target's logits over its full vocabulary; None where it is not stored."""
 
 
 def pack_record(record: FeatureRecord) -> bytes:
     """Serialises one record; see the layout at the top of this file."""
     example = record.example
     T, C, D = record.features_TCD_np.shape
+    assert record.logz_T_np is not None, "our own store holds the normalisers"
     others = (example.tokens_np, example.loss_mask_np, record.hidden_TD_np, record.logz_T_np)
     shapes = tuple(array.shape for array in others)
     if shapes != ((T,), (T,), (T, D), (T,)):

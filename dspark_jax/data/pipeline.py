@@ -13,6 +13,7 @@ import numpy as np
 
 from dspark_jax.core.errors import InputError
 from dspark_jax.data.anchors import sample_anchors
+from dspark_jax.data.deepspec_cache import DeepSpecCache
 from dspark_jax.data.feature_record import FeatureRecord
 from dspark_jax.data.feature_store import FeatureStore
 from dspark_jax.data.sources import Example
@@ -85,7 +86,7 @@ class BatchIterator:
 
 
 def training_batches(
-    source: Sequence[Example] | FeatureStore,
+    source: Sequence[Example] | FeatureStore | DeepSpecCache,
     *,
     config: DataConfig,
     process_index: int = 0,
@@ -105,8 +106,9 @@ def training_batches(
 
     Returns:
       An iterator of dicts with tokens_BT int32, loss_mask_BT bool, anchors_BA int32 (ascending, padded with
-      0) and keep_BA bool; from a feature store also features_BTCD and hidden_BTD (bfloat16) and logz_BT
-      (float32). B is this process's share of the batch and T is `max_length`. Padding is 0 and false.
+      0) and keep_BA bool; from a feature store also features_BTCD and hidden_BTD (bfloat16), from one of
+      our own also logz_BT (float32). B is this process's share of the batch and T is `max_length`. Padding is
+      0 and false.
     """
     if len(source) == 0:
         raise InputError(
@@ -131,7 +133,7 @@ def training_batches(
     rows = records.random_map(with_anchors)[process_index::process_count]
     batches = rows.batch(config.batch_size // process_count, drop_remainder=True, batch_fn=collate)
 
-    is_store = isinstance(source, FeatureStore)
+    is_store = isinstance(source, FeatureStore | DeepSpecCache)
     lengths = source.lengths_tokens_np if is_store else [len(example.tokens_np) for example in source]
     truncated = int(np.sum(np.asarray(lengths) > config.max_length))
     if truncated:
@@ -147,11 +149,13 @@ def training_batches(
     )
 
 
-def _endless(source: Sequence[Example] | FeatureStore, config: DataConfig) -> grain.MapDataset:
+def _endless(
+    source: Sequence[Example] | FeatureStore | DeepSpecCache, config: DataConfig
+) -> grain.MapDataset:
     """All records again and again, newly shuffled in every epoch."""
     if not config.balance_domains:
         return grain.MapDataset.source(source).seed(config.seed).shuffle().repeat()
-    is_store = isinstance(source, FeatureStore)
+    is_store = isinstance(source, FeatureStore | DeepSpecCache)
     domains = source.domains if is_store else [example.domain for example in source]
     rows = {domain: np.flatnonzero(np.asarray(domains) == domain) for domain in sorted(set(domains))}
     return grain.MapDataset.mix(
@@ -197,7 +201,8 @@ def _collate(rows: Sequence, max_length: int) -> dict[str, np.ndarray]:
     if isinstance(records[0], FeatureRecord):
         batch["features_BTCD"] = _pad([record.features_TCD_np for record in records], max_length)
         batch["hidden_BTD"] = _pad([record.hidden_TD_np for record in records], max_length)
-        batch["logz_BT"] = _pad([record.logz_T_np for record in records], max_length)
+        if records[0].logz_T_np is not None:
+            batch["logz_BT"] = _pad([record.logz_T_np for record in records], max_length)
     return batch
 
 

@@ -7,36 +7,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from dspark_jax.nn.attention import AttentionProjections, attend_blocks
+from dspark_jax.nn.attention import attend_blocks
+from dspark_jax.nn.block import TransformerLayer
 from dspark_jax.nn.config import BlockConfig
-from dspark_jax.nn.layers import GatedMLP, Linear, RMSNorm
+from dspark_jax.nn.layers import Linear, RMSNorm
 from dspark_jax.nn.rope import rope_angles
-
-
-class BackboneLayer(nn.Module):
-    """A transformer layer whose block rows also attend to keys and values made from the context."""
-
-    config: BlockConfig
-    dtype: DTypeLike = jnp.float32
-
-    def setup(self):
-        c = self.config
-        self.input_norm = RMSNorm(c.width, c.norm_eps)
-        self.attention = AttentionProjections(c, self.dtype)
-        self.post_attention_norm = RMSNorm(c.width, c.norm_eps)
-        self.mlp = GatedMLP(c.width, c.mlp_width, c.mlp_bias, self.dtype)
-
-    def context_rows(self, context_BTD: Array, angles) -> tuple[Array, Array]:
-        """This layer's keys and values [B, T, K, H] of the context (which skips the input norm)."""
-        return self.attention.keys_values(context_BTD, angles)
-
-    def __call__(self, x_BAGD: Array, angles, keys_BKSH: Array, values_BKSH: Array, mask_BAS: Array) -> Array:
-        normed = self.input_norm(x_BAGD)
-        own_keys, own_values = self.attention.keys_values(normed, angles)
-        queries = self.attention.queries(normed, angles)
-        mixed = attend_blocks(queries, keys_BKSH, values_BKSH, mask_BAS, own_keys, own_values)
-        x_BAGD = x_BAGD + self.attention.output(mixed)
-        return x_BAGD + self.mlp(self.post_attention_norm(x_BAGD))
 
 
 class Backbone(nn.Module):
@@ -51,7 +26,7 @@ class Backbone(nn.Module):
         c = self.config
         self.fc = Linear(self.num_taps * c.width, c.width, ("features", "embed"), dtype=self.dtype)
         self.hidden_norm = RMSNorm(c.width, c.norm_eps)
-        self.layers = [BackboneLayer(c, self.dtype) for _ in range(self.num_layers)]
+        self.layers = [TransformerLayer(c, self.dtype) for _ in range(self.num_layers)]
         self.final_norm = RMSNorm(c.width, c.norm_eps)
 
     def context_rows(self, features_BTCD: Array, positions_BT: Array) -> list[tuple[Array, Array]]:
@@ -59,7 +34,7 @@ class Backbone(nn.Module):
         flat = features_BTCD.reshape(*features_BTCD.shape[:-2], -1)
         context_BTD = self.hidden_norm(self.fc(flat))
         angles = rope_angles(self.config.rope, self.config.head_dim, positions_BT)
-        return [layer.context_rows(context_BTD, angles) for layer in self.layers]
+        return [layer.context_keys_values(context_BTD, angles) for layer in self.layers]
 
     def __call__(
         self, embedded_BAGD: Array, positions_BAG: Array, context: list[tuple[Array, Array]], mask_BAS: Array
@@ -75,5 +50,7 @@ class Backbone(nn.Module):
         angles = rope_angles(self.config.rope, self.config.head_dim, positions_BAG)
         x_BAGD = embedded_BAGD.astype(jnp.float32)
         for layer, (keys_BKSH, values_BKSH) in zip(self.layers, context, strict=True):
-            x_BAGD = layer(x_BAGD, angles, keys_BKSH, values_BKSH, mask_BAS)
+            q_BAGNH, own_keys, own_values = layer.queries_keys_values(x_BAGD, angles)
+            mixed = attend_blocks(q_BAGNH, keys_BKSH, values_BKSH, mask_BAS, own_keys, own_values)
+            x_BAGD = layer.output(x_BAGD, mixed)
         return self.final_norm(x_BAGD)

@@ -2,30 +2,68 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.struct
 import jax.numpy as jnp
 from jax import Array
 
+from dspark_jax.drafters.contract import TrainingRows
+
 
 @flax.struct.dataclass
 class Blocks:
-    """The A blocks of each sequence; row k of a block predicts the token at anchor + k + 1.
+    """The A blocks of each sequence; slot k of a block predicts the token at anchor + k + 1.
 
     Attributes:
-      positions_BAG: anchor + k, for RoPE and for the target distribution to match.
-      inputs_BAG: ids of [anchor token, MASK, ...].
-      prev_BAG: the true token before each prediction (teacher forcing).
-      labels_BAG: the true token to predict; any id where the mask is False.
-      mask_BAG: the contiguous prefix of slots whose label is supervised; all False for a masked anchor.
+      positions_BAG: anchor + k, where the target's distribution is the one to match.
+      prev_BAG: the true token before each prediction (teacher forcing); the anchor's own in slot 0.
+      labels_BAG: the true token to predict; any id where it is not supervised.
+      supervised_BAG: slots whose label is supervised; all False for a masked anchor.
       sees_BAS: context positions strictly before the anchor.
     """
 
     positions_BAG: Array
-    inputs_BAG: Array
     prev_BAG: Array
     labels_BAG: Array
-    mask_BAG: Array
+    supervised_BAG: Array
     sees_BAS: Array
+
+    @property
+    def prefix_BAG(self) -> Array:
+        """The supervised slots before the first one that is not."""
+        return jnp.cumprod(self.supervised_BAG, axis=-1).astype(bool)
+
+    @property
+    def after_a_feature_BAG(self) -> Array:
+        """The supervised slots of blocks that some feature stands before."""
+        return self.supervised_BAG & (self.positions_BAG[..., :1] > 0)
+
+    def rows(
+        self,
+        hidden_BAGD: Array,
+        mask_BAG: Array,
+        *,
+        latents_BAGR: Array | None = None,
+        w2_RV: Array | None = None,
+        confidence_logits_BAG: Array | None = None,
+    ) -> TrainingRows:
+        """The blocks' predictions for the loss, block by block; the mask says which of them are trained."""
+
+        def per_sequence(x: Any) -> Any:
+            return None if x is None else x.reshape(x.shape[0], -1, *x.shape[3:])
+
+        slots_BAG = jnp.broadcast_to(jnp.arange(mask_BAG.shape[-1]), mask_BAG.shape)
+        return TrainingRows(
+            hidden_BMD=per_sequence(hidden_BAGD),
+            latent_BMR=per_sequence(latents_BAGR),
+            w2_RV=w2_RV,
+            positions_BM=per_sequence(self.positions_BAG),
+            labels_BM=per_sequence(self.labels_BAG),
+            slots_BM=per_sequence(slots_BAG),
+            mask_BM=per_sequence(mask_BAG),
+            confidence_logits_BM=per_sequence(confidence_logits_BAG),
+        )
 
 
 def make_blocks(
@@ -35,9 +73,8 @@ def make_blocks(
     anchors_BA: Array,
     keep_BA: Array,
     block_len: int,
-    mask_token: int,
 ) -> Blocks:
-    """Lays out blocks of `block_len` rows behind every anchor."""
+    """Lays out `block_len` predictions behind every anchor."""
     B, T = tokens_BT.shape
     positions_BAG = anchors_BA[..., None] + jnp.arange(block_len)
     label_positions = positions_BAG + 1
@@ -47,13 +84,10 @@ def make_blocks(
         flat = jnp.minimum(at, T - 1).reshape(B, -1)
         return jnp.take_along_axis(x_BT, flat, axis=1).reshape(at.shape)
 
-    supervised = inside & gather(loss_mask_BT, label_positions) & keep_BA[..., None]
-    inputs = jnp.full(positions_BAG.shape, mask_token, tokens_BT.dtype)
     return Blocks(
         positions_BAG=positions_BAG,
-        inputs_BAG=inputs.at[..., 0].set(gather(tokens_BT, anchors_BA)),
         prev_BAG=gather(tokens_BT, positions_BAG),
         labels_BAG=gather(tokens_BT, label_positions),
-        mask_BAG=jnp.cumprod(supervised, axis=-1).astype(bool),
+        supervised_BAG=inside & gather(loss_mask_BT, label_positions) & keep_BA[..., None],
         sees_BAS=jnp.arange(T) < anchors_BA[..., None],
     )

@@ -14,9 +14,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from dspark_jax.nn.kv_cache import KVCache
+from dspark_jax.nn.config import BlockConfig, TokenScaling
+from dspark_jax.nn.layers import embed, project, soft_cap
 
 Params = dict[str, Any]
+Context = Any
+"""What a drafter keeps of the committed tokens: a pytree of its own, every array of it [B, ...]."""
 Sampler = Callable[[Array, Array], tuple[Array, Array]]
 """(logits [B, V], row number k) -> (sampled draft ids [B], the probabilities [B, V] they were drawn from)."""
 
@@ -29,21 +32,33 @@ class SharedWeights:
       embedding_VD: the whole embedding table.
       head_DV: the LM head, cut to the draft vocabulary.
       draft_to_target_V: target id of every draft id, or None when the vocabularies are the same.
+      scaling: what the target does to embeddings and logits; static.
     """
 
     embedding_VD: Array
     head_DV: Array
     draft_to_target_V: Array | None
+    scaling: TokenScaling = flax.struct.field(pytree_node=False)
 
     @classmethod
-    def cut(cls, embedding_VD: Array, head_DV: Array, draft_to_target_V: Array | None) -> SharedWeights:
+    def cut(
+        cls, embedding_VD: Array, head_DV: Array, draft_to_target_V: Array | None, scaling: TokenScaling
+    ) -> SharedWeights:
         """Cuts the target's LM head [D, V] to the draft vocabulary."""
         head_DV = head_DV if draft_to_target_V is None else head_DV[:, draft_to_target_V]
-        return cls(embedding_VD, head_DV, draft_to_target_V)
+        return cls(embedding_VD, head_DV, draft_to_target_V, scaling)
 
     def target_ids(self, draft_ids: Array) -> Array:
         """Draft ids -> target ids."""
         return draft_ids if self.draft_to_target_V is None else self.draft_to_target_V[draft_ids]
+
+    def embed(self, tokens: Array) -> Array:
+        """Target ids [...] -> embeddings [..., D]."""
+        return embed(self.embedding_VD, tokens, self.scaling.embedding)
+
+    def unembed(self, hidden: Array, *, dtype: DTypeLike) -> Array:
+        """Hidden states [..., D] -> draft logits [..., V], read in `dtype`, float32."""
+        return soft_cap(project(hidden, self.head_DV, dtype=dtype), self.scaling.softcap)
 
     def draft_ids(self, target_ids: Array) -> Array:
         """Target ids -> draft ids, -1 where the drafter cannot propose the token."""
@@ -96,11 +111,50 @@ class TrainingRows:
     confidence_logits_BM: Array | None
 
 
+class DrafterDimensions(Protocol):
+    """What trainer and engine read of a drafter's configuration (`config.py`)."""
+
+    @property
+    def target_vocab_size(self) -> int:
+        """V of the target."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the drafter can propose."""
+        ...
+
+    @property
+    def block(self) -> BlockConfig:
+        """Dimensions of its layers; the width is the target's."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        ...
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose outputs are the features."""
+        ...
+
+    @property
+    def block_len(self) -> int:
+        """G, tokens proposed per round."""
+        ...
+
+    @property
+    def confidence(self) -> Any:
+        """The confidence head, or None."""
+        ...
+
+
 class Drafter(Protocol):
     """Pure functions over a plain parameter dict."""
 
     @property
-    def config(self) -> Any:
+    def config(self) -> DrafterDimensions:
         """Its dimensions."""
         ...
 
@@ -109,30 +163,56 @@ class Drafter(Protocol):
         """dtype in which matrix products read their inputs."""
         ...
 
+    @property
+    def feature_kernel(self) -> tuple[str, ...] | None:
+        """Path of the kernel [C D, D] that multiplies the raw features; None where a norm comes first."""
+        ...
+
     def init(self, key: Array) -> Params:
         """Fresh parameters, boxed with their logical axes."""
         ...
 
-    def create_context(self, *, batch: int, length: int) -> KVCache:
+    def create_context(self, *, batch: int, length: int) -> Context:
         """Empty context for `batch` requests of at most `length` positions."""
         ...
 
     def extend_context(
-        self, params: Params, context: KVCache, features_BTCD: Array, start_B: Array
-    ) -> KVCache:
-        """Writes the context rows of T positions from start_B on; rejected rows are overwritten later."""
+        self,
+        params: Params,
+        shared: SharedWeights,
+        context: Context,
+        *,
+        features_BTCD: Array,
+        next_tokens_BT: Array,
+        start_B: Array,
+        num_rows_B: Array,
+    ) -> Context:
+        """Takes in T rows of the target from position start_B on.
+
+        The rows behind the first `num_rows_B` are padding or rejected: later calls start before them, and
+        they leave no trace.
+
+        Args:
+          params: parameters.
+          shared: the target's frozen weights.
+          context: what was committed before; the positions before start_B.
+          features_BTCD: the target's features.
+          next_tokens_BT: the committed token AFTER each row; behind the last committed row the new anchor.
+          start_B: position of the first row.
+          num_rows_B: committed rows, at least 1.
+        """
         ...
 
     def draft(
         self,
         params: Params,
         shared: SharedWeights,
-        context: KVCache,
+        context: Context,
         anchors_B: Array,
         positions_B: Array,
         sampler: Sampler,
     ) -> DraftBlock:
-        """Proposes G tokens after the anchor tokens anchors_B at positions_B."""
+        """Proposes G tokens after the anchor tokens anchors_B at positions_B, where the context ends."""
         ...
 
     def training_rows(
@@ -146,5 +226,5 @@ class Drafter(Protocol):
         anchors_BA: Array,
         keep_BA: Array,
     ) -> TrainingRows:
-        """The predictions of all blocks under teacher forcing."""
+        """The predictions of all blocks under teacher forcing, M = A G rows per sequence, block by block."""
         ...

@@ -66,7 +66,7 @@ class DSparkNetwork(nn.Module):
         self, hidden_BGD: Array, shared: SharedWeights, anchors_B: Array, sampler: Sampler
     ) -> DraftBlock:
         """Samples the block left to right with `lax.scan`; q_k is taken after the sequential head."""
-        base_GBV = project(hidden_BGD.swapaxes(0, 1), shared.head_DV, dtype=self.dtype)
+        base_GBV = shared.unembed(hidden_BGD.swapaxes(0, 1), dtype=self.dtype)
 
         def step(carry, row):
             state, prev_B = carry
@@ -110,6 +110,11 @@ class DSpark:
         """The module behind the pure functions."""
         return DSparkNetwork(self.config, self.dtype)
 
+    @property
+    def feature_kernel(self) -> tuple[str, ...]:
+        """Path of `fc`, which multiplies the raw features."""
+        return ("backbone", "fc", "kernel")
+
     def _apply(self, params: Params, method: str, *args) -> Any:
         return self.network.apply({"params": params}, *args, method=method)
 
@@ -125,12 +130,20 @@ class DSpark:
     def create_context(self, *, batch: int, length: int) -> KVCache:
         """Empty context for `batch` requests of at most `length` positions."""
         c = self.config
-        return KVCache.create(c.block, num_layers=c.num_layers, batch=batch, length=length, dtype=self.dtype)
+        return KVCache.create([c.block] * c.num_layers, batch=batch, length=length, dtype=self.dtype)
 
     def extend_context(
-        self, params: Params, context: KVCache, features_BTCD: Array, start_B: Array
+        self,
+        params: Params,
+        shared: SharedWeights,
+        context: KVCache,
+        *,
+        features_BTCD: Array,
+        next_tokens_BT: Array,
+        start_B: Array,
+        num_rows_B: Array,
     ) -> KVCache:
-        """Writes the context rows of T positions from start_B on."""
+        """Writes the context rows of T positions from start_B on; the tokens do not matter."""
         positions_BT = start_B[:, None] + jnp.arange(features_BTCD.shape[1])
         rows = self._apply(params, "context_rows", features_BTCD, positions_BT)
         return KVCache(
@@ -155,13 +168,21 @@ class DSpark:
         self, params: Params, shared: SharedWeights, context: KVCache, anchors_B: Array, positions_B: Array
     ) -> Array:
         """The backbone alone: hidden states [B, G, D] of one block per request."""
-        G = self.config.block_len
-        inputs_B1G = jnp.full((len(anchors_B), 1, G), self.config.mask_token).at[:, 0, 0].set(anchors_B)
-        positions_B1G = positions_B[:, None, None] + jnp.arange(G)
-        sees_B1S = jnp.arange(context.length) < positions_B[:, None, None]
         pairs = list(zip(context.keys_BKSH, context.values_BKSH, strict=True))
-        embedded = shared.embedding_VD[inputs_B1G]
-        return self._apply(params, "block_hidden", embedded, positions_B1G, pairs, sees_B1S)[:, 0]
+        sees_B1S = jnp.arange(context.length) < positions_B[:, None, None]
+        return self._blocks_hidden(params, shared, pairs, anchors_B[:, None], positions_B[:, None], sees_B1S)[
+            :, 0
+        ]
+
+    def _blocks_hidden(
+        self, params: Params, shared: SharedWeights, context, anchors_BA: Array, positions_BA: Array, sees_BAS
+    ) -> Array:
+        """Hidden states [B, A, G, D] of the rows that predict; anchors_BA are tokens."""
+        c = self.config
+        inputs = jnp.full((*anchors_BA.shape, c.block_rows), c.mask_token).at[..., 0].set(anchors_BA)
+        positions = positions_BA[..., None] + jnp.arange(c.block_rows)
+        hidden = self._apply(params, "block_hidden", shared.embed(inputs), positions, context, sees_BAS)
+        return hidden[..., -c.block_len :, :]
 
     def training_rows(
         self,
@@ -183,25 +204,17 @@ class DSpark:
             anchors_BA=anchors_BA,
             keep_BA=keep_BA,
             block_len=c.block_len,
-            mask_token=c.mask_token,
         )
         rows = self._apply(params, "context_rows", features_BTCD, jnp.broadcast_to(jnp.arange(T), (B, T)))
         context = [tuple(x.astype(self.dtype).swapaxes(1, 2) for x in pair) for pair in rows]
-        embedded = shared.embedding_VD[blocks.inputs_BAG]
-        hidden = self._apply(params, "block_hidden", embedded, blocks.positions_BAG, context, blocks.sees_BAS)
+        hidden = self._blocks_hidden(
+            params, shared, context, blocks.prev_BAG[..., 0], anchors_BA, blocks.sees_BAS
+        )
         latents, w2, confidence = self._apply(params, "teacher_forced", hidden, blocks.prev_BAG)
-
-        def per_sequence(x: Array) -> Array:
-            return x.reshape(B, -1, *x.shape[3:])
-
-        slots = jnp.broadcast_to(jnp.arange(c.block_len), blocks.positions_BAG.shape)
-        return TrainingRows(
-            hidden_BMD=per_sequence(hidden),
-            latent_BMR=None if latents is None else per_sequence(latents),
+        return blocks.rows(
+            hidden,
+            blocks.prefix_BAG,
+            latents_BAGR=latents,
             w2_RV=w2,
-            positions_BM=per_sequence(blocks.positions_BAG),
-            labels_BM=per_sequence(blocks.labels_BAG),
-            slots_BM=per_sequence(slots),
-            mask_BM=per_sequence(blocks.mask_BAG),
-            confidence_logits_BM=None if c.confidence is None else per_sequence(confidence),
+            confidence_logits_BAG=None if c.confidence is None else confidence,
         )

@@ -21,7 +21,7 @@ from dspark_jax.drafters.contract import Drafter
 from dspark_jax.engine.programs import Models, plain_round, prefill, speculative_round
 from dspark_jax.engine.requests import Request, SamplingOptions, Status
 from dspark_jax.engine.state import EngineState, RoundResult, Weights
-from dspark_jax.speculation.sampling import SamplingParams
+from dspark_jax.speculation.sampling import Draw, SamplingParams
 from dspark_jax.speculation.verify_length import ConfidenceThreshold, FixedLength, FullBlock, VerifyPolicy
 from dspark_jax.targets.config import DecoderConfig
 
@@ -107,36 +107,36 @@ class Engine:
         self._slots: list[Request | None] = [None] * config.slots
 
     def warm_up(
-        self, prompt_buckets: Iterable[int] | None = None, *, filters: Iterable[bool] = (False, True)
+        self, prompt_buckets: Iterable[int] | None = None, *, draws: Iterable[Draw] = tuple(Draw)
     ) -> None:
         """Compiles ahead of the first request; a program that is left out compiles when it is first needed.
 
         Args:
           prompt_buckets: prompt shapes to compile, in tokens; all declared ones by default.
-          filters: whether rounds without and with top-k, top-p and min-p will be needed.
+          draws: what the requests of some round will ask for at most.
         """
-        for any_filters in filters:
-            self._round_program(any_filters)
+        for draw in draws:
+            self._round_program(draw)
         self._release_program()
         for bucket in self.config.prefill_buckets if prompt_buckets is None else prompt_buckets:
             self._prefill_program(bucket, self._prefill_args(0, [0] * bucket, SamplingOptions()))
 
-    def _round_program(self, filters: bool) -> Program:
-        function = functools.partial(plain_round, models=self.models, filters=filters)
+    def _round_program(self, draw: Draw) -> Program:
+        function = functools.partial(plain_round, models=self.models, draw=draw)
         if self.models.drafter is not None:
             function = functools.partial(
                 speculative_round,
                 models=self.models,
                 policy=self.config.policy,
                 buckets=self.config.verify_buckets(self.models.block_len),
-                filters=filters,
+                draw=draw,
             )
-        return self._program(("round", filters), function, self._weights, self._state)
+        return self._program(("round", draw), function, self._weights, self._state)
 
     def _prefill_program(self, bucket: int, args: tuple) -> Program:
         # One row's filters cost nothing beside a prompt, and half as many programs compile.
         return self._program(
-            ("prefill", bucket), functools.partial(prefill, models=self.models, filters=True), *args
+            ("prefill", bucket), functools.partial(prefill, models=self.models, draw=Draw.FILTERED), *args
         )
 
     def _release_program(self) -> Program:
@@ -195,12 +195,13 @@ class Engine:
         running = [(slot, request) for slot, request in enumerate(self._slots) if request is not None]
         if not running:
             return finished
-        filters = any(request.sampling.uses_filters for _, request in running)
-        self._state, on_device = self._round_program(filters)(self._weights, self._state)
+        draw = max(request.sampling.draw for _, request in running)
+        self._state, on_device = self._round_program(draw)(self._weights, self._state)
         result: RoundResult = jax.device_get(on_device)
         for slot, request in running:
             request.accepted_per_round.append(int(result.accepted_B[slot]))
             request.verified_per_round.append(int(result.verified_B[slot]))
+            request.confidence_per_round.append(np.asarray(result.confidence_logits_BG[slot]))
             tokens = result.tokens_BT[slot]
             request.emit(tokens[tokens >= 0].tolist())
             if request.status is Status.FINISHED:
@@ -279,15 +280,17 @@ def _check_policy(policy: VerifyPolicy, drafter: Drafter | None) -> None:
 
 def _sampling_row(options: SamplingOptions) -> SamplingParams:
     return SamplingParams(
-        temperature_B=np.array([options.temperature], np.float32),
-        top_k_B=np.array([options.top_k], np.int32),
-        top_p_B=np.array([options.top_p], np.float32),
-        min_p_B=np.array([options.min_p], np.float32),
+        temperature_B=jnp.array([options.temperature], jnp.float32),
+        top_k_B=jnp.array([options.top_k], jnp.int32),
+        top_p_B=jnp.array([options.top_p], jnp.float32),
+        min_p_B=jnp.array([options.min_p], jnp.float32),
     )
 
 
 def _deactivate(state: EngineState, slot: Array) -> EngineState:
     # Position 0 keeps an idle slot's writes inside its own rows, however long it idles.
-    return state.replace(
-        active_B=state.active_B.at[slot].set(False), positions_B=state.positions_B.at[slot].set(0)
+    return dataclasses.replace(
+        state,
+        active_B=state.active_B.at[slot].set(False),
+        positions_B=state.positions_B.at[slot].set(0),
     )

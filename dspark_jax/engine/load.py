@@ -8,9 +8,9 @@ from pathlib import Path
 from dspark_jax.checkpoints.drafter import LoadedDrafter, load_drafter
 from dspark_jax.checkpoints.shipped import shipped_drafter
 from dspark_jax.checkpoints.targets import LoadedTarget, load_target
-from dspark_jax.core.errors import InputError
 from dspark_jax.data.chat import ChatTemplate
 from dspark_jax.engine.engine import Engine, EngineConfig
+from dspark_jax.engine.self_check import refuse_misfit, self_check
 from dspark_jax.engine.state import Weights
 from dspark_jax.targets.decoder import embedding_table, lm_head_kernel
 
@@ -32,7 +32,7 @@ class LoadedEngine:
     chat: ChatTemplate
 
 
-def load_engine(*, target: str, drafter: str, config: EngineConfig) -> LoadedEngine:
+def load_engine(*, target: str, drafter: str, config: EngineConfig, check: bool = True) -> LoadedEngine:
     """Loads a target and a drafter.
 
     Args:
@@ -40,34 +40,36 @@ def load_engine(*, target: str, drafter: str, config: EngineConfig) -> LoadedEng
       drafter: directory or hub id of a drafter, "shipped" for the one in this repository, or "none" for plain
         decoding.
       config: shapes and policy.
+      check: try whether the drafter fits the target (`self_check.py`).
+
+    Raises:
+      InputError: a checkpoint is not understood, or the drafter does not fit the target.
     """
     loaded = load_target(target, dtype=config.dtype)
-    draft = None
-    if drafter != NONE:
-        draft = load_drafter(
-            shipped_drafter(target) if drafter == SHIPPED else Path(drafter), dtype=config.dtype
-        )
-    engine = make_engine(loaded, draft, config)
-    return LoadedEngine(engine=engine, target=loaded, chat=ChatTemplate(tokenizer=loaded.tokenizer))
+    draft = None if drafter == NONE else load_drafter(drafter_directory(target, drafter), dtype=config.dtype)
+    engine, chat = make_engine(loaded, draft, config), ChatTemplate(tokenizer=loaded.tokenizer)
+    if draft is not None and check:
+        self_check(engine, loaded, draft, chat)
+    return LoadedEngine(engine=engine, target=loaded, chat=chat)
+
+
+def drafter_directory(target: str, drafter: str) -> Path:
+    """Where a drafter lies that is named on the command line."""
+    return shipped_drafter(target) if drafter == SHIPPED else Path(drafter)
 
 
 def make_engine(target: LoadedTarget, draft: LoadedDrafter | None, config: EngineConfig) -> Engine:
     """An engine over loaded models; without a drafter it decodes plainly.
 
     Raises:
-      InputError: the drafter was made for another target.
+      InputError: the drafter was made for another target, as its checkpoint shows.
     """
     if draft is None:
         weights = Weights(target=target.params, drafter=None, shared=None)
         return Engine(target=target.config, drafter=None, weights=weights, config=config)
-    made_for = draft.drafter.config
-    sizes = (made_for.target_vocab_size, made_for.block.width)
-    if sizes != (target.config.vocab_size, target.config.block.width):
-        raise InputError(
-            given=f"a drafter for vocabulary and width {sizes}",
-            expected=f"{(target.config.vocab_size, target.config.block.width)}, as the target has",
-            fix="use the drafter that was trained for this target",
-        )
-    shared = draft.shared_weights(embedding_table(target.params), lm_head_kernel(target.params))
+    refuse_misfit(target, draft)
+    shared = draft.shared_weights(
+        embedding_table(target.params), lm_head_kernel(target.params), target.config.scaling
+    )
     weights = Weights(target=target.params, drafter=draft.params, shared=shared)
     return Engine(target=target.config, drafter=draft.drafter, weights=weights, config=config)

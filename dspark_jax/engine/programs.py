@@ -7,6 +7,7 @@ that benchmarks can time it and tests can take it apart; `speculative_round` is 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from dspark_jax.drafters.contract import DraftBlock, Drafter
 from dspark_jax.engine.state import EngineState, RoundResult, Weights, put_row
 from dspark_jax.nn.kv_cache import KVCache
 from dspark_jax.speculation.rejection import Verified, verify_block
-from dspark_jax.speculation.sampling import SamplingParams, distribution, sample
+from dspark_jax.speculation.sampling import Draw, SamplingParams, distribution, sample
 from dspark_jax.speculation.verify_length import VerifyPolicy, verify_lengths
 from dspark_jax.targets.config import DecoderConfig
 from dspark_jax.targets.decoder import Decoder, TargetOutput
@@ -51,9 +52,10 @@ class Models:
     def run_target(self, weights: Weights, tokens_BT: Array, start_B: Array, cache: KVCache) -> TargetOutput:
         """The target on T tokens per request, with the taps that the drafter reads."""
         taps = () if self.drafter is None else self.drafter.config.taps
-        return self.decoder.apply(
+        output: Any = self.decoder.apply(
             {"params": weights.target}, tokens_BT, start_B=start_B, cache=cache, taps=taps
         )
+        return output
 
 
 def prefill(
@@ -66,7 +68,7 @@ def prefill(
     sampling_1: SamplingParams,
     *,
     models: Models,
-    filters: bool,
+    draw: Draw,
 ) -> tuple[EngineState, Array]:
     """Runs a prompt and puts the request into a slot.
 
@@ -79,29 +81,37 @@ def prefill(
       key_1: the request's key.
       sampling_1: its sampling parameters.
       models: the networks; static.
-      filters: whether any request uses top-k, top-p or min-p; static.
+      draw: the most that any request asks for; static.
 
     Returns:
       (state, the first token of the answer [1], which is the first anchor).
     """
     T = tokens_1T.shape[1]
     start_1 = jnp.zeros(1, jnp.int32)
-    block, layers = models.target.block, models.target.num_layers
-    cache = KVCache.create(block, num_layers=layers, batch=1, length=T, dtype=state.cache.keys_BKSH[0].dtype)
+    dtype = state.cache.keys_BKSH[0].dtype
+    cache = KVCache.create(models.target.layers, batch=1, length=T, dtype=dtype)
     output = models.run_target(weights, tokens_1T, start_1, cache)
     # The LM head runs on the last token only; the logits of the others are never computed.
     last_1D = jax.lax.dynamic_index_in_dim(output.hidden_BTD, num_tokens - 1, axis=1, keepdims=False)
-    logits_1V = models.decoder.apply({"params": weights.target}, last_1D, method="unembed")
-    probs_1V = distribution(logits_1V, sampling_1, filters=filters)
+    logits_1V: Any = models.decoder.apply({"params": weights.target}, last_1D, method="unembed")
+    probs_1V = distribution(logits_1V, sampling_1, draw=draw)
     position_1 = num_tokens[None]
     # The token at position n is drawn as the target's token of a round anchored at n - 1.
     anchor_1 = sample(round_keys(key_1, position_1 - 1, Purpose.TARGET), probs_1V)
 
     context = state.context
     if models.drafter is not None:
-        empty = models.drafter.create_context(batch=1, length=T)
-        rows = models.drafter.extend_context(weights.drafter, empty, output.features_BTCD, start_1)
-        context = put_row(context, rows, slot)
+        assert weights.drafter is not None and weights.shared is not None
+        context_1 = models.drafter.extend_context(
+            weights.drafter,
+            weights.shared,
+            models.drafter.create_context(batch=1, length=T),
+            features_BTCD=output.features_BTCD,
+            next_tokens_BT=jnp.roll(tokens_1T, -1, axis=1).at[:, num_tokens - 1].set(anchor_1),
+            start_B=start_1,
+            num_rows_B=position_1,
+        )
+        context = put_row(context, context_1, slot)
     return EngineState(
         cache=put_row(state.cache, output.cache, slot),
         context=context,
@@ -113,12 +123,13 @@ def prefill(
     ), anchor_1
 
 
-def draft(weights: Weights, state: EngineState, *, drafter: Drafter, filters: bool) -> DraftBlock:
+def draft(weights: Weights, state: EngineState, *, drafter: Drafter, draw: Draw) -> DraftBlock:
     """Proposes a block for every slot."""
+    assert weights.drafter is not None and weights.shared is not None
     keys_B = round_keys(state.keys_B, state.positions_B, Purpose.DRAFT)
 
     def sampler(logits_BV: Array, k: Array) -> tuple[Array, Array]:
-        probs_BV = distribution(logits_BV, state.sampling, filters=filters)
+        probs_BV = distribution(logits_BV, state.sampling, draw=draw)
         return sample(jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys_B, k), probs_BV), probs_BV
 
     return drafter.draft(
@@ -141,11 +152,11 @@ def accept(
     logits_BTV: Array,
     verify_len_B: Array,
     *,
-    filters: bool,
+    draw: Draw,
 ) -> Verified:
     """Rejection sampling: which drafts stay, and the target's own token."""
     return verify_block(
-        distribution(logits_BTV, state.sampling, filters=filters),
+        distribution(logits_BTV, state.sampling, draw=draw),
         block.probs_BGV,
         block.draft_ids_BG,
         None if weights.shared is None else weights.shared.draft_to_target_V,
@@ -158,15 +169,26 @@ def accept(
 def commit(
     weights: Weights, state: EngineState, output: TargetOutput, verified: Verified, *, drafter: Drafter | None
 ) -> EngineState:
-    """Moves every active slot to its new anchor; the drafter's context takes the verified rows' features.
+    """Moves every active slot to its new anchor; the drafter's context takes in the verified rows.
 
     Rows of rejected tokens stay behind the new anchor's position: the next round overwrites them before
     anything attends to them.
     """
     context = state.context
     if drafter is not None:
-        context = drafter.extend_context(weights.drafter, context, output.features_BTCD, state.positions_B)
-    return state.replace(
+        assert weights.drafter is not None and weights.shared is not None
+        rows = output.features_BTCD.shape[1]
+        context = drafter.extend_context(
+            weights.drafter,
+            weights.shared,
+            context,
+            features_BTCD=output.features_BTCD,
+            next_tokens_BT=jnp.maximum(verified.tokens_BT[:, :rows], 0),
+            start_B=state.positions_B,
+            num_rows_B=verified.num_committed_B,
+        )
+    return dataclasses.replace(
+        state,
         cache=output.cache,
         context=context,
         anchors_B=jnp.where(state.active_B, verified.anchor_B, state.anchors_B),
@@ -181,7 +203,7 @@ def speculative_round(
     models: Models,
     policy: VerifyPolicy,
     buckets: tuple[int, ...],
-    filters: bool,
+    draw: Draw,
 ) -> tuple[EngineState, RoundResult]:
     """One round for all slots.
 
@@ -191,15 +213,16 @@ def speculative_round(
       models: the networks; static.
       policy: how many drafts to verify; static.
       buckets: declared verify lengths, ascending, the largest at least what the policy can choose; static.
-      filters: whether any request uses top-k, top-p or min-p; static.
+      draw: the most that any request asks for; static.
     """
-    block = draft(weights, state, drafter=models.drafter, filters=filters)
+    assert models.drafter is not None, "plain_round decodes without a drafter"
+    block = draft(weights, state, drafter=models.drafter, draw=draw)
     verify_len_B = verify_lengths(policy, block.confidence_logits_BG, models.block_len)
 
     def with_bucket(bucket: int):
         def run(state: EngineState) -> tuple[EngineState, Verified]:
             output = verify(weights, state, block, models=models, bucket=bucket)
-            verified = accept(weights, state, block, output.logits_BTV, verify_len_B, filters=filters)
+            verified = accept(weights, state, block, output.logits_BTV, verify_len_B, draw=draw)
             return commit(weights, state, output, verified, drafter=models.drafter), verified
 
         return run
@@ -216,7 +239,7 @@ def speculative_round(
 
 
 def plain_round(
-    weights: Weights, state: EngineState, *, models: Models, filters: bool
+    weights: Weights, state: EngineState, *, models: Models, draw: Draw
 ) -> tuple[EngineState, RoundResult]:
     """Plain decoding: a round that verifies nothing and drafts nothing."""
     B = state.anchors_B.shape[0]
@@ -228,7 +251,7 @@ def plain_round(
     )
     none_B = jnp.zeros(B, jnp.int32)
     output = verify(weights, state, nothing, models=models, bucket=0)
-    verified = accept(weights, state, nothing, output.logits_BTV, none_B, filters=filters)
+    verified = accept(weights, state, nothing, output.logits_BTV, none_B, draw=draw)
     new_state = commit(weights, state, output, verified, drafter=None)
     return new_state, RoundResult(
         tokens_BT=verified.tokens_BT,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+import numpy as np
+
 from dspark_jax.core.errors import InputError
+from dspark_jax.speculation.sampling import Draw
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,9 +44,12 @@ class SamplingOptions:
                 )
 
     @property
-    def uses_filters(self) -> bool:
-        """Whether more than the temperature shapes the distribution; greedy decoding knows no filters."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+    def draw(self) -> Draw:
+        """The least that a program must be able to do for this request; greedy decoding knows no filters."""
+        if self.temperature <= 0:
+            return Draw.GREEDY
+        filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return Draw.FILTERED if filtered else Draw.TEMPERATURE
 
 
 class Status(enum.Enum):
@@ -83,6 +89,7 @@ class Request:
       emitted: tokens of the answer so far.
       accepted_per_round: draft tokens accepted in each round.
       verified_per_round: draft tokens verified in each round.
+      confidence_per_round: confidence logits [G] of each round's block; [0] without a drafter.
       finish_reason: set when finished.
     """
 
@@ -94,6 +101,7 @@ class Request:
     emitted: list[int] = dataclasses.field(default_factory=list)
     accepted_per_round: list[int] = dataclasses.field(default_factory=list)
     verified_per_round: list[int] = dataclasses.field(default_factory=list)
+    confidence_per_round: list[np.ndarray] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
     _status: Status = Status.QUEUED
 

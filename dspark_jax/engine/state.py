@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from dspark_jax.drafters.contract import Drafter, Params, SharedWeights
+from dspark_jax.drafters.contract import Context, Drafter, Params, SharedWeights
 from dspark_jax.nn.kv_cache import KVCache
 from dspark_jax.speculation.sampling import SamplingParams
 from dspark_jax.targets.config import DecoderConfig
@@ -35,7 +35,7 @@ class EngineState:
 
     Attributes:
       cache: target keys and values of all committed tokens but the anchor.
-      context: the drafter's context at the same positions, or None.
+      context: what the drafter keeps of the same tokens, or None.
       anchors_B: last committed token of each slot, not in the cache yet.
       positions_B: its position.
       active_B: slots that hold a request; the others run along and are ignored.
@@ -44,7 +44,7 @@ class EngineState:
     """
 
     cache: KVCache
-    context: KVCache | None
+    context: Context
     anchors_B: Array
     positions_B: Array
     active_B: Array
@@ -57,9 +57,7 @@ class EngineState:
     ):
         """Empty slots of `length` positions each."""
         return cls(
-            cache=KVCache.create(
-                target.block, num_layers=target.num_layers, batch=slots, length=length, dtype=dtype
-            ),
+            cache=KVCache.create(target.layers, batch=slots, length=length, dtype=dtype),
             context=None if drafter is None else drafter.create_context(batch=slots, length=length),
             anchors_B=jnp.zeros(slots, jnp.int32),
             positions_B=jnp.zeros(slots, jnp.int32),

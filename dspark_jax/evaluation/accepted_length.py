@@ -35,6 +35,8 @@ class PromptRounds:
     """int [rounds]: draft tokens accepted."""
     verified_np: np.ndarray
     """int [rounds]: draft tokens verified."""
+    confidence_np: np.ndarray
+    """float32 [rounds, G]: confidence logits of the drafted blocks; [0] without a round."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

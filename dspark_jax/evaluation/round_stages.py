@@ -20,7 +20,7 @@ from dspark_jax.engine import programs
 from dspark_jax.engine.engine import Engine, EngineConfig
 from dspark_jax.engine.requests import Request, SamplingOptions
 from dspark_jax.engine.state import EngineState, Weights
-from dspark_jax.speculation.sampling import SamplingParams
+from dspark_jax.speculation.sampling import Draw, SamplingParams
 from dspark_jax.speculation.verify_length import FullBlock
 from dspark_jax.targets.config import DecoderConfig
 
@@ -43,16 +43,16 @@ class RoundStages:
         self._config = config
         G = models.block_len
         self._prefill = jax.jit(
-            functools.partial(programs.prefill, models=models, filters=False), donate_argnums=1
+            functools.partial(programs.prefill, models=models, draw=Draw.GREEDY), donate_argnums=1
         )
         self.fused = jax.jit(
             functools.partial(
-                programs.speculative_round, models=models, policy=FullBlock(), buckets=(G,), filters=False
+                programs.speculative_round, models=models, policy=FullBlock(), buckets=(G,), draw=Draw.GREEDY
             ),
             donate_argnums=1,
         )
         self.plain = jax.jit(
-            functools.partial(programs.plain_round, models=plain_models, filters=False), donate_argnums=1
+            functools.partial(programs.plain_round, models=plain_models, draw=Draw.GREEDY), donate_argnums=1
         )
 
         # Caches are arguments of their own, donated where a stage writes them, as the fused round does.
@@ -63,7 +63,7 @@ class RoundStages:
 
         def draft(weights, context, rest):
             return programs.draft(
-                weights, dataclasses.replace(rest, context=context), drafter=drafter, filters=False
+                weights, dataclasses.replace(rest, context=context), drafter=drafter, draw=Draw.GREEDY
             )
 
         def verify(weights, cache, rest, block):
@@ -72,7 +72,7 @@ class RoundStages:
             )
 
         def accept(weights, rest, block, logits_BTV):
-            return programs.accept(weights, rest, block, logits_BTV, jnp.full(1, G), filters=False)
+            return programs.accept(weights, rest, block, logits_BTV, jnp.full(1, G), draw=Draw.GREEDY)
 
         def commit(weights, context, rest, output, verified):
             return programs.commit(

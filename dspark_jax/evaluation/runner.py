@@ -64,7 +64,7 @@ def measure(
     }
     buckets = loaded.engine.config.prefill_buckets
     needed = {bucket_for(len(request.prompt_tokens), buckets) for request in requests.values()}
-    loaded.engine.warm_up(needed, filters=[False])
+    loaded.engine.warm_up(needed, draws={request.sampling.draw for request in requests.values()})
 
     records: dict[str, PromptRounds] = {}
     domains = {prompt.id: prompt.domain for prompt in prompts}
@@ -101,4 +101,5 @@ def rounds_of(request: Request, domain: str) -> PromptRounds:
         committed_np=committed_np,
         accepted_np=accepted_np,
         verified_np=verified_np,
+        confidence_np=np.array(request.confidence_per_round, np.float32),
     )

@@ -1,11 +1,14 @@
-"""The dimensions of one transformer block, shared by targets and drafters."""
+"""The dimensions of one transformer block, and what surrounds a stack of them; for targets and drafters."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from dspark_jax.core.errors import InputError
 from dspark_jax.nn.rope import Rope
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +22,14 @@ class BlockConfig:
       num_kv_heads: key/value heads K; N is a multiple of K.
       head_dim: H, not necessarily D / N.
       norm_eps: epsilon of every RMS norm.
-      qk_norm: RMS norm over each head of q and k before RoPE (Qwen3).
+      qk_norm: RMS norm over each head of q and k before RoPE (Qwen3, Gemma).
+      v_norm: the same for v, without a scale (Gemma 4).
+      values_from_keys: v is the k projection before norm and RoPE; there is no v projection (Gemma 4).
+      attention_scale: factor on q k; None: H^-1/2.
+      window: a query sees this many positions, its own included; None: all before it.
+      branch_norms: attention and MLP outputs are normed, too, before they are added (Gemma).
+      layer_scalar: the block's output is multiplied by a frozen number of its own (Gemma 4).
+      activation: of the MLP's gate.
       qkv_bias: bias on the q, k and v projections.
       output_bias: bias on the attention output projection.
       mlp_bias: bias on the three MLP projections.
@@ -33,6 +43,13 @@ class BlockConfig:
     head_dim: int
     norm_eps: float = 1e-6
     qk_norm: bool = False
+    v_norm: bool = False
+    values_from_keys: bool = False
+    attention_scale: float | None = None
+    window: int | None = None
+    branch_norms: bool = False
+    layer_scalar: bool = False
+    activation: Activation = "silu"
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -51,3 +68,22 @@ class BlockConfig:
                 expected="an even head size (RoPE turns pairs)",
                 fix="correct head_dim",
             )
+        if self.window is not None and self.window < 1:
+            raise InputError(
+                given=f"window={self.window}",
+                expected="at least 1: a position sees itself",
+                fix="correct the sliding window, or set it to null",
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenScaling:
+    """What a family does to embeddings and logits beside its two tables; drafters do the same.
+
+    Attributes:
+      embedding: factor on looked-up embeddings (Gemma: the root of D).
+      softcap: c of logits = c tanh(logits / c), or None (Gemma).
+    """
+
+    embedding: float = 1.0
+    softcap: float | None = None

@@ -7,6 +7,8 @@ index p.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,8 @@ class KVCache:
     """Per-layer keys and values.
 
     A row is valid for a query at position p exactly when its index is <= p: rows are rewritten from the
-    committed length onwards before anything attends to them, so rejected rows need no clearing.
+    committed length onwards before anything attends to them, so rejected rows need no clearing. That holds
+    for layers with a window too: their buffers are as long as all others, and only the mask is windowed.
 
     Attributes:
       keys_BKSH: one array per layer, rotated keys.
@@ -33,13 +36,13 @@ class KVCache:
 
     @classmethod
     def create(
-        cls, config: BlockConfig, *, num_layers: int, batch: int, length: int, dtype: DTypeLike = jnp.float32
+        cls, layers: Sequence[BlockConfig], *, batch: int, length: int, dtype: DTypeLike = jnp.float32
     ):
-        """Zeros for `batch` requests of at most `length` positions."""
+        """Zeros for `batch` requests of at most `length` positions in every layer."""
 
         def buffers():
-            shape = (batch, config.num_kv_heads, length, config.head_dim)
-            return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
+            shapes = [(batch, layer.num_kv_heads, length, layer.head_dim) for layer in layers]
+            return tuple(jnp.zeros(shape, dtype) for shape in shapes)
 
         return cls(buffers(), buffers())
 

@@ -1,4 +1,4 @@
-"""The small building blocks: linear projection, RMS norm, gated MLP.
+"""The small building blocks: embedding lookup, linear projection, RMS norm, gated MLP, soft cap.
 
 Each parameter's shape, dtype, logical axes and initialiser are written once, here, beside the parameter.
 Matrix products read `dtype` inputs and accumulate in float32; the results stay float32. (On CPU a bfloat16
@@ -15,6 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
+
+from dspark_jax.nn.config import Activation
+
+ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}
 
 kernel_init = nn.initializers.normal(0.02)
 
@@ -62,17 +66,37 @@ class RMSNorm(nn.Module):
         self.scale = parameter(self, "scale", nn.initializers.ones, ("norm",), self.size)
 
     def __call__(self, x: Array) -> Array:
-        x = x.astype(jnp.float32)
-        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps) * self.scale
+        return unit_rms(x, self.eps) * self.scale
+
+
+def unit_rms(x: Array, eps: float) -> Array:
+    """x / rms(x) over the last axis, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def embed(table_VD: Array, tokens: Array, scale: float = 1.0) -> Array:
+    """Rows [..., D] of the embedding table for ids [...], times `scale`; float32.
+
+    The scale is rounded to the table's dtype, as it was when Gemma was trained (bfloat16: 62 for D = 3840).
+    """
+    rounded = jnp.asarray(scale, table_VD.dtype).astype(jnp.float32)
+    return table_VD[tokens].astype(jnp.float32) * rounded
+
+
+def soft_cap(logits: Array, cap: float | None) -> Array:
+    """cap tanh(logits / cap), or the logits themselves."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
     width: int
     mlp_width: int
     use_bias: bool = False
     dtype: DTypeLike = jnp.float32
+    activation: Activation = "silu"
 
     def setup(self):
         def projection(features_in, features_out, axes):
@@ -84,4 +108,4 @@ class GatedMLP(nn.Module):
 
     def __call__(self, x: Array) -> Array:
         """[..., D] -> [..., D]."""
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))

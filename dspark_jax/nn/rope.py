@@ -42,6 +42,19 @@ class LinearRope(DefaultRope):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ProportionalRope(DefaultRope):
+    """Gemma 4: the slowest pairs of a head do not turn; the others keep the frequencies of the whole head."""
+
+    factor: float = 1.0
+    partial_rotary_factor: float = 1.0
+
+    def inverse_frequencies(self, head_dim: int) -> np.ndarray:
+        plain = super().inverse_frequencies(head_dim) / self.factor
+        turning = int(self.partial_rotary_factor * head_dim // 2)
+        return np.where(np.arange(len(plain)) < turning, plain, 0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Rope(DefaultRope):
     """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a linear ramp between."""
 
@@ -90,7 +103,7 @@ class YarnRope(DefaultRope):
         return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
-Rope = DefaultRope | LinearRope | Llama3Rope | YarnRope
+Rope = DefaultRope | LinearRope | ProportionalRope | Llama3Rope | YarnRope
 
 
 def rope_angles(rope: Rope, head_dim: int, positions_BT: Array) -> tuple[Array, Array]:

@@ -6,12 +6,22 @@ lossless only for the q that a draft token was really drawn from and the p that 
 
 from __future__ import annotations
 
+import enum
+import math
 from collections.abc import Callable
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+
+
+class Draw(enum.IntEnum):
+    """What the rows of a compiled program may ask for: each includes those before it, and costs more."""
+
+    GREEDY = 0
+    TEMPERATURE = 1
+    FILTERED = 2
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -28,7 +38,7 @@ class SamplingParams:
     """Keep tokens at least this probable relative to the most probable one; 0 keeps all."""
 
 
-def distribution(logits: Array, sampling: SamplingParams, *, filters: bool) -> Array:
+def distribution(logits: Array, sampling: SamplingParams, *, draw: Draw) -> Array:
     """Probabilities that a token is drawn from: temperature first, then top-k, top-p and min-p.
 
     top-p counts the mass that top-k has left. Each filter is a threshold on probability, so tokens of equal
@@ -38,7 +48,7 @@ def distribution(logits: Array, sampling: SamplingParams, *, filters: bool) -> A
       logits: [B, ..., V], any float type; -inf marks a forbidden token. The parameters broadcast over the
         axes between B and V.
       sampling: parameters [B].
-      filters: static; False promises that no row uses top-k, top-p or min-p, and skips their search.
+      draw: static; the most that any row asks for. What lies beyond it is not computed.
 
     Returns:
       float32 probabilities of the shape of `logits`. Greedy rows are exactly one-hot at the argmax (the
@@ -50,26 +60,29 @@ def distribution(logits: Array, sampling: SamplingParams, *, filters: bool) -> A
         return option_B.reshape(option_B.shape + (1,) * (logits.ndim - option_B.ndim))
 
     logits = logits.astype(jnp.float32)
+    one_hot = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+    if draw == Draw.GREEDY:
+        return one_hot
     temperature = per_row(sampling.temperature_B)
     greedy = temperature <= 0
     # Relative to the best token first: a tiny temperature then sends the others to 0, and nothing to NaN.
     below_best = logits - jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(below_best / jnp.where(greedy, 1.0, temperature))
-    if filters:
+    if draw == Draw.FILTERED:
         threshold = _filter_threshold(
             weights, per_row(sampling.top_k_B), per_row(sampling.top_p_B), per_row(sampling.min_p_B)
         )
         weights = jnp.where(weights >= threshold, weights, 0.0)
     probs = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    one_hot = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
     return jnp.where(greedy, one_hot, probs)
 
 
 def sample(keys_B: Array, probs_BV: Array) -> Array:
-    """One token id per row by Gumbel-max: argmax(log p + g); probability 0 is -inf and never wins.
+    """One token id per row; a token of probability 0 is never drawn.
 
-    The noise is drawn in the high-resolution mode: the default one is capped near 16, so it would never draw
-    a token of probability under about 1e-7, however many of them there are.
+    Two Gumbel-max draws, a group of tokens by its mass and then a token within it, give the same law as one
+    over the vocabulary, with sqrt(V) random numbers instead of V: noise for every token of every row costs
+    more than the softmax.
 
     Args:
       keys_B: one typed key per row.
@@ -78,9 +91,24 @@ def sample(keys_B: Array, probs_BV: Array) -> Array:
     Returns:
       int32 ids [B].
     """
-    vocabulary = probs_BV.shape[-1]
-    gumbel_BV = jax.vmap(lambda key: jax.random.gumbel(key, (vocabulary,), jnp.float32, mode="high"))(keys_B)
-    return jnp.argmax(jnp.log(probs_BV) + gumbel_BV, axis=-1).astype(jnp.int32)
+    B, V = probs_BV.shape
+    size = math.isqrt(V - 1) + 1
+    groups_BNS = jnp.pad(probs_BV, ((0, 0), (0, -V % size))).reshape(B, -1, size)
+    group_keys_B, token_keys_B = jnp.moveaxis(jax.vmap(jax.random.split)(keys_B), 1, 0)
+    group_B = _gumbel_max(group_keys_B, groups_BNS.sum(-1))
+    within_BS = jnp.take_along_axis(groups_BNS, group_B[:, None, None], axis=1)[:, 0]
+    return (group_B * size + _gumbel_max(token_keys_B, within_BS)).astype(jnp.int32)
+
+
+def _gumbel_max(keys_B: Array, weights_BN: Array) -> Array:
+    """argmax(log w + g) per row: index i with probability w_i / sum w.
+
+    The noise is drawn in the high-resolution mode: the default one is capped near 16, so it would never draw
+    anything of probability under about 1e-7.
+    """
+    N = weights_BN.shape[1]
+    gumbel_BN = jax.vmap(lambda key: jax.random.gumbel(key, (N,), jnp.float32, mode="high"))(keys_B)
+    return jnp.argmax(jnp.log(weights_BN) + gumbel_BN, axis=-1)
 
 
 def _filter_threshold(weights: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:

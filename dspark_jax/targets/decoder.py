@@ -9,10 +9,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from dspark_jax.core.errors import InputError
-from dspark_jax.nn.attention import AttentionProjections, attend
-from dspark_jax.nn.config import BlockConfig
+from dspark_jax.nn.attention import attend
+from dspark_jax.nn.block import TransformerLayer
 from dspark_jax.nn.kv_cache import KVCache, write_rows
-from dspark_jax.nn.layers import GatedMLP, Linear, RMSNorm, kernel_init, parameter
+from dspark_jax.nn.layers import Linear, RMSNorm, embed, kernel_init, parameter, soft_cap
 from dspark_jax.nn.rope import rope_angles
 from dspark_jax.targets.config import DecoderConfig
 
@@ -36,36 +36,6 @@ class TargetOutput:
     cache: KVCache | None
 
 
-class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    config: BlockConfig
-    dtype: DTypeLike = jnp.float32
-
-    def setup(self):
-        c = self.config
-        self.input_norm = RMSNorm(c.width, c.norm_eps)
-        self.attention = AttentionProjections(c, self.dtype)
-        self.post_attention_norm = RMSNorm(c.width, c.norm_eps)
-        self.mlp = GatedMLP(c.width, c.mlp_width, c.mlp_bias, self.dtype)
-
-    def __call__(
-        self, x_BTD: Array, angles, mask_BTS: Array, buffers: tuple[Array, Array] | None, start_B: Array
-    ):
-        normed = self.input_norm(x_BTD)
-        queries = self.attention.queries(normed, angles)
-        keys_BTKH, values_BTKH = self.attention.keys_values(normed, angles)
-        if buffers is None:
-            keys, values = (rows.astype(self.dtype).swapaxes(1, 2) for rows in (keys_BTKH, values_BTKH))
-        else:
-            keys, values = buffers = (
-                write_rows(buffers[0], keys_BTKH, start_B),
-                write_rows(buffers[1], values_BTKH, start_B),
-            )
-        x_BTD = x_BTD + self.attention.output(attend(queries, keys, values, mask_BTS))
-        return x_BTD + self.mlp(self.post_attention_norm(x_BTD)), buffers
-
-
 class Decoder(nn.Module):
     """The target network.
 
@@ -82,7 +52,7 @@ class Decoder(nn.Module):
         self.embedding = parameter(
             self, "embedding", kernel_init, ("vocab", "embed"), c.vocab_size, c.block.width
         )
-        self.layers = [DecoderLayer(c.block, self.dtype) for _ in range(c.num_layers)]
+        self.layers = [TransformerLayer(layer, self.dtype) for layer in c.layers]
         self.final_norm = RMSNorm(c.block.width, c.block.norm_eps)
         if not c.tie_embeddings:
             self.lm_head = Linear(c.block.width, c.vocab_size, ("embed", "vocab"), dtype=self.dtype)
@@ -117,18 +87,24 @@ class Decoder(nn.Module):
         start_B = jnp.zeros(B, jnp.int32) if start_B is None else start_B
         positions_BT = start_B[:, None] + jnp.arange(T)
         keys_S = jnp.arange(T if cache is None else cache.length)
-        mask_BTS = keys_S <= positions_BT[..., None]
-        angles = rope_angles(self.config.block.rope, self.config.block.head_dim, positions_BT)
+        ropes = dict.fromkeys((layer.rope, layer.head_dim) for layer in self.config.layers)
+        angles = {rope: rope_angles(*rope, positions_BT) for rope in ropes}
+        windows = dict.fromkeys(layer.window for layer in self.config.layers)
+        masks_BTS = {window: _causal_mask(positions_BT, keys_S, window) for window in windows}
 
-        x_BTD = self.embedding[tokens_BT].astype(jnp.float32)
+        x_BTD = embed(self.embedding, tokens_BT, self.config.scaling.embedding)
         outputs, keys, values = {EMBEDDING_TAP: x_BTD}, [], []
         for i, layer in enumerate(self.layers):
-            buffers = None if cache is None else (cache.keys_BKSH[i], cache.values_BKSH[i])
-            x_BTD, buffers = layer(x_BTD, angles, mask_BTS, buffers, start_B)
-            outputs[i] = x_BTD
-            if buffers is not None:
-                keys.append(buffers[0])
-                values.append(buffers[1])
+            c = layer.config
+            q_BTNH, *rows = layer.queries_keys_values(x_BTD, angles[c.rope, c.head_dim])
+            if cache is None:
+                pair = [x.astype(self.dtype).swapaxes(1, 2) for x in rows]
+            else:
+                buffers = (cache.keys_BKSH[i], cache.values_BKSH[i])
+                pair = [write_rows(old, new, start_B) for old, new in zip(buffers, rows, strict=True)]
+                keys.append(pair[0])
+                values.append(pair[1])
+            x_BTD = outputs[i] = layer.output(x_BTD, attend(q_BTNH, *pair, masks_BTS[c.window]))
         hidden_BTD = self.final_norm(x_BTD)
         no_features = jnp.zeros((B, T, 0, self.config.block.width))
         return TargetOutput(
@@ -140,17 +116,30 @@ class Decoder(nn.Module):
 
     def unembed(self, hidden: Array) -> Array:
         """The LM head: [..., D] -> logits [..., V], float32."""
-        if not self.config.tie_embeddings:
-            return self.lm_head(hidden)
-        table = self.embedding.astype(self.dtype)
-        return jnp.einsum(
-            "...d,vd->...v", hidden.astype(self.dtype), table, preferred_element_type=jnp.float32
-        )
+        if self.config.tie_embeddings:
+            table = self.embedding.astype(self.dtype)
+            logits = jnp.einsum(
+                "...d,vd->...v", hidden.astype(self.dtype), table, preferred_element_type=jnp.float32
+            )
+        else:
+            logits = self.lm_head(hidden)
+        return soft_cap(logits, self.config.scaling.softcap)
+
+
+def _causal_mask(positions_BT: Array, keys_S: Array, window: int | None) -> Array:
+    """True [B, T, S] where a query sees a key: the last `window` positions, its own included, or all."""
+    sees_BTS = keys_S <= positions_BT[..., None]
+    return sees_BTS if window is None else sees_BTS & (keys_S > positions_BT[..., None] - window)
 
 
 def embedding_table(params: dict) -> Array:
     """The input embedding [V, D] of a target's parameters, which drafters share."""
     return params["embedding"]
+
+
+def head_params(params: dict) -> dict:
+    """What `Decoder.unembed` reads of a target's parameters."""
+    return {name: params[name] for name in ("embedding", "lm_head") if name in params}
 
 
 def lm_head_kernel(params: dict) -> Array:

@@ -12,6 +12,7 @@ zero W2 a forgotten head. Nothing here compiles: shapes are traced, numbers are 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -21,9 +22,18 @@ import numpy as np
 from flax import traverse_util
 from jax import Array
 
-from dspark_jax.drafters.config import RNN, Confidence, DSparkConfig, Gated, Markov
-from dspark_jax.drafters.contract import Params, SharedWeights
-from dspark_jax.drafters.dspark import DSpark
+from dspark_jax.drafters.config import (
+    RNN,
+    Confidence,
+    DSparkConfig,
+    Eagle3Config,
+    Gated,
+    Layout,
+    Markov,
+    MTPConfig,
+)
+from dspark_jax.drafters.contract import Drafter, Params, SharedWeights
+from dspark_jax.drafters.registry import DrafterConfig, make_drafter
 from dspark_jax.targets.config import DecoderConfig
 from dspark_jax.targets.decoder import Decoder, embedding_table, lm_head_kernel
 from dspark_jax.targets.families import decoder_config_from_hf
@@ -33,6 +43,24 @@ TARGETS: dict[str, dict[str, Any]] = {
     "llama-mha-untied": {"num_key_value_heads": 4, "tie_word_embeddings": False},
     "llama-mqa-biased": {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False},
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 3,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 3.0,
+        "hidden_size_per_layer_input": 0,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1000.0,
+            },
+        },
+    },
 }
 """Fields of config.json that differ from the default tiny Llama."""
 
@@ -42,8 +70,12 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "rnn": {"head": RNN(rank=4)},
     "plain-confidence": {"confidence": Confidence(with_markov=False)},
     "dflash": {"head": None, "confidence": None},
+    "fill-in": {"layout": Layout.FILL_IN},
+    "eagle3": {"kind": Eagle3Config},
+    "mtp-1": {"kind": MTPConfig, "block_len": 1},
+    "mtp-3": {"kind": MTPConfig, "taps": (-1, 2)},
 }
-"""Fields of DSparkConfig that differ from the default tiny drafter: one entry per head."""
+"""What differs from the default tiny drafter: one entry per kind, and per head and layout of DSpark."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +103,7 @@ class TinyDrafter:
       shared: the target's weights that it uses.
     """
 
-    drafter: DSpark
+    drafter: Drafter
     params: Params
     shared: SharedWeights
 
@@ -100,33 +132,44 @@ def tiny_target(*, seed: int = 0, **fields: Any) -> TinyTarget:
 
 
 def tiny_drafter(
-    target: TinyTarget, *, seed: int = 1, draft_to_target_np: np.ndarray | None = None, **fields: Any
+    target: TinyTarget,
+    *,
+    kind: Callable[..., DrafterConfig] = DSparkConfig,
+    seed: int = 1,
+    draft_to_target_np: np.ndarray | None = None,
+    **fields: Any,
 ) -> TinyDrafter:
     """A tiny DSpark drafter (2 layers, blocks of 3, Markov head), or what `fields` of its config make of it.
 
     Args:
       target: whose tokens it drafts.
+      kind: the type of its configuration.
       seed: of its parameters.
       draft_to_target_np: target ids of a reduced draft vocabulary, or None for the whole one.
-      **fields: of `DSparkConfig`.
+      **fields: of the configuration.
     """
     vocab_size = target.config.vocab_size
     settings: dict[str, Any] = {
         "target_vocab_size": vocab_size,
         "vocab_size": vocab_size if draft_to_target_np is None else len(draft_to_target_np),
-        "num_layers": 2,
         "block": target.config.block,
         "taps": (-1, 0, target.config.num_layers - 1),
         "block_len": 3,
-        "mask_token": vocab_size - 1,
-        "head": Markov(rank=4),
-        "confidence": Confidence(),
-        **fields,
     }
-    drafter = DSpark(DSparkConfig(**settings))
+    if kind is DSparkConfig:
+        settings |= {
+            "num_layers": 2,
+            "mask_token": vocab_size - 1,
+            "head": Markov(rank=4),
+            "confidence": Confidence(),
+        }
+    drafter = make_drafter(kind(**settings | fields))
     draft_to_target_V = None if draft_to_target_np is None else jnp.asarray(draft_to_target_np, jnp.int32)
     shared = SharedWeights.cut(
-        embedding_table(target.params), lm_head_kernel(target.params), draft_to_target_V
+        embedding_table(target.params),
+        lm_head_kernel(target.params),
+        draft_to_target_V,
+        target.config.scaling,
     )
     shapes = jax.eval_shape(drafter.init, jax.random.key(0))
     return TinyDrafter(drafter=drafter, params=randomised(shapes, seed=seed), shared=shared)
@@ -148,7 +191,7 @@ def randomised(shapes: Params, *, seed: int) -> Params:
 
 def _draw(generator: np.random.Generator, name: str, shape: tuple[int, ...]) -> Array:
     noise_np = generator.standard_normal(shape)
-    if name == "scale":
+    if name in ("scale", "layer_scalar"):
         noise_np = 1 + 0.2 * noise_np
     elif name.endswith("bias"):
         noise_np *= 0.3

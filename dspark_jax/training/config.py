@@ -6,62 +6,29 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from dspark_jax.core.errors import InputError
+from jax import Array
+
+from dspark_jax.core.errors import require
 from dspark_jax.data.pipeline import DataConfig
-from dspark_jax.drafters.config import Confidence, DSparkConfig, Markov, SequentialHead
-from dspark_jax.targets.config import DecoderConfig
+from dspark_jax.training.recipes import DrafterRecipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DrafterRecipe:
-    """A drafter, as far as the target does not decide it."""
+class PerWeight:
+    """The loss is a weighted mean over the supervised rows of the whole batch (DSpark)."""
 
-    taps: tuple[int, ...]
-    """Target layers whose outputs are the features; -1 is the embedding."""
-    mask_token: int
-    """Target id that stands in the rows to predict; a token that never occurs in text."""
-    num_layers: int = 5
-    """Layers of the backbone."""
-    block_len: int = 7
-    """Tokens proposed per round (G)."""
-    head: SequentialHead | None = dataclasses.field(default_factory=lambda: Markov(rank=256))
-    """Sequential head."""
-    confidence: Confidence | None = dataclasses.field(default_factory=Confidence)
-    """Confidence head."""
-    draft_vocab_size: int | None = None
-    """Draft only the most frequent tokens of the training responses; None: the whole vocabulary."""
-    warm_start_sequences: int = 0
-    """Training sequences for the regression that parameters start from (warm_start.py); 0: random."""
+    def denominator(self, weight: Array, tokens: Array) -> Array:
+        """What the summed loss is divided by: the sum of all row weights."""
+        return weight
 
-    def resolve(self, target: DecoderConfig) -> DSparkConfig:
-        """The full configuration of a drafter for this target.
 
-        Raises:
-          InputError: the recipe names layers or ids that the target does not have.
-        """
-        _require(
-            max(self.taps, default=-1) < target.num_layers,
-            given=f"taps={self.taps}",
-            expected=f"layer numbers from -1 (the embedding) to {target.num_layers - 1}",
-            fix="choose taps that this target has",
-        )
-        _require(
-            not (self.warm_start_sequences and target.block.qk_norm),
-            given=f"warm_start_sequences={self.warm_start_sequences} for a target with head norms",
-            expected="0: the regression sets the size of queries and keys, which head norms undo",
-            fix="start from random parameters",
-        )
-        return DSparkConfig(
-            target_vocab_size=target.vocab_size,
-            vocab_size=self.draft_vocab_size or target.vocab_size,
-            num_layers=self.num_layers,
-            block=target.block,
-            taps=self.taps,
-            block_len=self.block_len,
-            mask_token=self.mask_token,
-            head=self.head,
-            confidence=self.confidence,
-        )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PerToken:
+    """The loss is a sum over rows per token of the batch, padding included (Eagle3)."""
+
+    def denominator(self, weight: Array, tokens: Array) -> Array:
+        """What the summed loss is divided by: B T."""
+        return tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,18 +45,20 @@ class LossConfig:
     """Binary cross-entropy of the confidence head."""
     decay_len: float = 4.0
     """Slot k of a block weighs exp(-k / decay_len)."""
+    normaliser: PerWeight | PerToken = dataclasses.field(default_factory=PerWeight)
+    """What the sum over rows is divided by."""
     chunk: int = 128
     """Rows per sequence whose logits exist at the same time."""
 
     def __post_init__(self):
         for name in ("ce", "tv", "kl", "confidence"):
-            _require(
+            require(
                 getattr(self, name) >= 0,
                 given=f"loss weight {name}={getattr(self, name)}",
                 expected="0 or more",
                 fix="switch a term off with 0",
             )
-        _require(
+        require(
             self.decay_len > 0 and self.chunk >= 1,
             given=f"decay_len={self.decay_len}, chunk={self.chunk}",
             expected="decay_len above 0 and chunk at least 1",
@@ -115,7 +84,7 @@ class OptimizerConfig:
     """Muon for the matrices of the backbone's layers: twice the progress per step, for a dearer step."""
 
     def __post_init__(self):
-        _require(
+        require(
             self.learning_rate > 0 and self.clip_norm > 0 and 0 <= self.warmup_share < 1,
             given=f"learning_rate={self.learning_rate}, clip_norm={self.clip_norm}, "
             f"warmup_share={self.warmup_share}",
@@ -149,7 +118,8 @@ class TrainConfig:
     responses: tuple[Path, ...]
     """The target's own responses (JSONL, as `dspark regenerate` writes them)."""
     feature_store: Path | None = None
-    """Store written by `dspark cache-features` for these responses; None: the target runs online."""
+    """Store written by `dspark cache-features` for these responses, or a cache of DeepSpec, which has its own
+    sequences (the responses are not read then); None: the target runs online."""
     data: DataConfig
     """Batch shape and order."""
     steps: int
@@ -177,19 +147,19 @@ class TrainConfig:
 
     def __post_init__(self):
         for name in ("steps", "microbatches", "log_every_steps", "save_every_steps", "keep_checkpoints"):
-            _require(
+            require(
                 getattr(self, name) >= 1,
                 given=f"{name}={getattr(self, name)}",
                 expected="at least 1",
                 fix=f"raise {name}",
             )
-        _require(
+        require(
             self.data.batch_size % self.microbatches == 0,
             given=f"batch_size={self.data.batch_size} in microbatches={self.microbatches}",
             expected="equal parts",
             fix="make the batch size a multiple of the number of microbatches",
         )
-        _require(
+        require(
             self.dtype in ("bfloat16", "float32"),
             given=f"dtype={self.dtype!r}",
             expected="bfloat16 or float32",
@@ -205,8 +175,3 @@ def as_json(value: Any) -> Any:
     if isinstance(value, tuple):
         return [as_json(item) for item in value]
     return str(value) if isinstance(value, Path) else value
-
-
-def _require(legal: bool, *, given: str, expected: str, fix: str) -> None:
-    if not legal:
-        raise InputError(given=given, expected=expected, fix=fix)

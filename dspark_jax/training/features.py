@@ -29,6 +29,19 @@ class TargetFeatures:
     logz_BT: Array
 
 
+@flax.struct.dataclass
+class UnnormalisedFeatures:
+    """The same from a store without normalisers.
+
+    Attributes:
+      features_BTCD: raw outputs of the tapped layers.
+      hidden_BTD: final-normed hidden states.
+    """
+
+    features_BTCD: Array
+    hidden_BTD: Array
+
+
 def target_features(
     params: dict,
     tokens_BT: Array,
@@ -36,18 +49,24 @@ def target_features(
     config: DecoderConfig,
     taps: tuple[int, ...],
     dtype: DTypeLike,
-    chunk: int = 64,
 ) -> TargetFeatures:
-    """Runs the target without a cache; logits exist for `chunk` positions per sequence at a time."""
+    """Runs the target without a cache."""
+    output: Any = Decoder(config, dtype).apply({"params": params}, tokens_BT, taps=taps)
+    logz_BT = log_normalisers(params, output.hidden_BTD, config=config, dtype=dtype)
+    return jax.lax.stop_gradient(TargetFeatures(output.features_BTCD, output.hidden_BTD, logz_BT))
+
+
+def log_normalisers(
+    params: dict, hidden_BTD: Array, *, config: DecoderConfig, dtype: DTypeLike, chunk: int = 64
+) -> Array:
+    """Log-sum-exp of the target's logits [B, T], of which `chunk` per sequence exist at a time."""
     decoder = Decoder(config, dtype)
-    output: Any = decoder.apply({"params": params}, tokens_BT, taps=taps)
-    B, T, D = output.hidden_BTD.shape
-    padded_BTD = jnp.pad(output.hidden_BTD, ((0, 0), (0, -T % chunk), (0, 0)))
+    B, T, D = hidden_BTD.shape
+    padded_BTD = jnp.pad(hidden_BTD, ((0, 0), (0, -T % chunk), (0, 0)))
     chunks = padded_BTD.reshape(B, -1, chunk, D).swapaxes(0, 1)
 
     def normaliser(hidden_BcD: Array) -> Array:
         logits: Any = decoder.apply({"params": params}, hidden_BcD, method="unembed")
         return jax.nn.logsumexp(logits, axis=-1)
 
-    logz_BT = jax.lax.map(normaliser, chunks).swapaxes(0, 1).reshape(B, -1)[:, :T]
-    return jax.lax.stop_gradient(TargetFeatures(output.features_BTCD, output.hidden_BTD, logz_BT))
+    return jax.lax.stop_gradient(jax.lax.map(normaliser, chunks).swapaxes(0, 1).reshape(B, -1)[:, :T])

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import traverse_util
 from jax import Array
 
 from dspark_jax.checkpoints.targets import LoadedTarget
 from dspark_jax.data.pipeline import BatchIterator
-from dspark_jax.drafters.contract import Params, SharedWeights
-from dspark_jax.drafters.dspark import DSpark
+from dspark_jax.drafters.config import DSparkConfig
+from dspark_jax.drafters.contract import Drafter, Params, SharedWeights
 from dspark_jax.training.config import TrainConfig
 from dspark_jax.training.features import target_features
-from dspark_jax.training.optimizer import FC
 from dspark_jax.training.state import TrainBatch, TrainState
 from dspark_jax.training.warm_start import RegressionSample, warm_start
 
@@ -25,7 +26,7 @@ SCALE_SEQUENCES = 16
 """Sequences of the first batch from which the size of the features is taken."""
 
 
-def feature_scale(target: LoadedTarget, drafter: DSpark, batches: BatchIterator) -> Array:
+def feature_scale(target: LoadedTarget, drafter: Drafter, batches: BatchIterator) -> Array:
     """1 / rms of every feature [C D] over the supervised tokens of the first sequences; uses up no batch."""
     position = batches.get_state()
     batch = TrainBatch.from_host(next(batches))
@@ -48,20 +49,21 @@ def feature_scale(target: LoadedTarget, drafter: DSpark, batches: BatchIterator)
     return jnp.asarray(1.0 / np.maximum(rms_np, 1e-3), jnp.float32)
 
 
-def unit_scale(drafter: DSpark) -> Array:
-    """Ones in the place of the feature scale, until a checkpoint brings the real one."""
+def unit_scale(drafter: Drafter) -> Array:
+    """Ones in the place of the feature scale, where none is needed or a checkpoint brings it."""
     return jnp.ones(len(drafter.config.taps) * drafter.config.block.width)
 
 
 def regression_params(
     config: TrainConfig,
     target: LoadedTarget,
-    drafter: DSpark,
+    drafter: Drafter,
     batches: BatchIterator,
     shared: SharedWeights,
     scale: Array,
 ) -> Params:
     """Parameters that start from a regression on the first sequences (`warm_start.py`); uses up no batch."""
+    assert isinstance(drafter.config, DSparkConfig), "no other recipe has a warm start"
     settings = {"config": target.config, "taps": drafter.config.taps, "dtype": drafter.dtype}
     forward = jax.jit(functools.partial(target_features, **settings))
     position = batches.get_state()
@@ -91,7 +93,7 @@ def fresh_state(
     given_params: Params | None,
     *,
     config: TrainConfig,
-    drafter: DSpark,
+    drafter: Drafter,
     optimizer: optax.GradientTransformation,
     scale: Array,
 ) -> TrainState:
@@ -99,6 +101,9 @@ def fresh_state(
     params = given_params
     if params is None:
         params = nn.meta.unbox(drafter.init(jax.random.key(config.seed)))
-        params["backbone"][FC[1]][FC[2]] *= scale[:, None]
+        if drafter.feature_kernel is not None:
+            flat: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(params)
+            flat[drafter.feature_kernel] *= scale[:, None]
+            params = traverse_util.unflatten_dict(flat)
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
     return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params))

@@ -8,20 +8,23 @@ import json
 import logging
 from collections.abc import Sequence
 
+import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.checkpoints.drafter import LoadedDrafter, load_drafter
 from dspark_jax.checkpoints.sources import TensorSource
 from dspark_jax.checkpoints.targets import open_source
-from dspark_jax.core.errors import InputError
+from dspark_jax.core.errors import InputError, require
 from dspark_jax.core.files import atomic_write
+from dspark_jax.data.deepspec_cache import DeepSpecCache, is_deepspec_cache
 from dspark_jax.data.draft_vocab import most_frequent_tokens
 from dspark_jax.data.feature_store import FeatureStore
 from dspark_jax.data.pipeline import BatchIterator, training_batches
 from dspark_jax.data.sources import Example, read_responses, split_held_out
-from dspark_jax.drafters.contract import Params
-from dspark_jax.drafters.dspark import DSpark
+from dspark_jax.drafters.contract import Drafter, Params
+from dspark_jax.drafters.registry import make_drafter
 from dspark_jax.targets.families import decoder_config_from_hf
 from dspark_jax.training.config import TrainConfig, as_json
 
@@ -39,12 +42,14 @@ class RunInputs:
       batches: host batches in the order of the run.
       given_params: parameters to start from, or None.
       vocabulary_np: target ids of a reduced draft vocabulary, or None.
+      cache: the DeepSpec cache that the batches come from, or None.
     """
 
-    drafter: DSpark
+    drafter: Drafter
     batches: BatchIterator
     given_params: Params | None
     vocabulary_np: np.ndarray | None
+    cache: DeepSpecCache | None
 
 
 def read_inputs(config: TrainConfig) -> RunInputs:
@@ -54,15 +59,25 @@ def read_inputs(config: TrainConfig) -> RunInputs:
       InputError: the inputs do not fit together.
     """
     source = open_source(config.target)
-    drafter = _drafter(config, source)
+    drafter_config = config.drafter.resolve(
+        decoder_config_from_hf(source.config), padding_id=source.config.get("pad_token_id")
+    )
+    drafter = make_drafter(drafter_config, jnp.dtype(config.dtype))
     vocab_size = drafter.config.target_vocab_size
-    examples = _examples(config, vocab_size)
     given = _given_drafter(config, drafter)
+    cache = _cache(config, drafter)
+    if cache is None:
+        examples = _examples(config, vocab_size)
+        records = _records(config, source, examples, drafter.config.taps)
+    else:  # a cache holds its own sequences; they are read for a draft vocabulary only
+        examples = cache.examples() if config.drafter.draft_vocab_size and given is None else []
+        records = cache
     return RunInputs(
         drafter=drafter,
-        batches=training_batches(_records(config, source, examples), config=config.data),
+        batches=training_batches(records, config=config.data),
         given_params=None if given is None else given.params,
         vocabulary_np=_draft_vocabulary(config, given, examples, vocab_size),
+        cache=cache,
     )
 
 
@@ -89,16 +104,18 @@ def claim_run(config: TrainConfig) -> None:
         json.dump(resolved, file, indent=2)
 
 
-def _drafter(config: TrainConfig, source: TensorSource) -> DSpark:
-    """The drafter that the recipe gives for this target."""
-    if config.drafter.mask_token == source.config.get("pad_token_id"):
-        raise InputError(
-            given=f"mask_token={config.drafter.mask_token}, the target's padding id",
-            expected="a token that never occurs in text",
-            fix="choose another mask token",
-        )
-    drafter_config = config.drafter.resolve(decoder_config_from_hf(source.config))
-    return DSpark(drafter_config, jnp.dtype(config.dtype))
+def _cache(config: TrainConfig, drafter: Drafter) -> DeepSpecCache | None:
+    """The feature store, if it is a cache of DeepSpec."""
+    if config.feature_store is None or not is_deepspec_cache(config.feature_store):
+        return None
+    cache = DeepSpecCache(config.feature_store, taps=drafter.config.taps)
+    require(
+        cache.width == drafter.config.block.width,
+        given=f"{config.feature_store} with features of width {cache.width}",
+        expected=f"{drafter.config.block.width}, the target's",
+        fix="use the target with which the cache was made",
+    )
+    return cache
 
 
 def _examples(config: TrainConfig, vocab_size: int) -> list[Example]:
@@ -121,12 +138,12 @@ def _examples(config: TrainConfig, vocab_size: int) -> list[Example]:
 
 
 def _records(
-    config: TrainConfig, source: TensorSource, examples: list[Example]
+    config: TrainConfig, source: TensorSource, examples: list[Example], taps: tuple[int, ...]
 ) -> Sequence[Example] | FeatureStore:
     """The examples, or their records in the feature store."""
     if config.feature_store is None:
         return examples
-    store = FeatureStore(config.feature_store, taps=config.drafter.taps)
+    store = FeatureStore(config.feature_store, taps=taps)
     store.require(identity=source.identity())
     records = store.select({example.id for example in examples}.__contains__)
     if len(records) < len(examples):
@@ -136,20 +153,26 @@ def _records(
     return records
 
 
-def _given_drafter(config: TrainConfig, drafter: DSpark) -> LoadedDrafter | None:
+def _given_drafter(config: TrainConfig, drafter: Drafter) -> LoadedDrafter | None:
     """The drafter to start from; its parameters must be those of the recipe."""
     if config.init_from is None:
         return None
     given = load_drafter(config.init_from)
     wanted, found = as_json(drafter.config), as_json(given.drafter.config)
-    changed = [name for name in wanted if wanted[name] != found[name] and name != "block_len"]
+    # Where no parameter depends on it, a drafter may be trained on for another block length.
+    free = {"block_len"} if _shapes(drafter) == _shapes(given.drafter) else set()
+    changed = [name for name in wanted if wanted[name] != found.get(name) and name not in free]
     if changed:
         raise InputError(
-            given=f"init_from={config.init_from} with { ({name: found[name] for name in changed}) }",
+            given=f"init_from={config.init_from} with { ({name: found.get(name) for name in changed}) }",
             expected=f"{ ({name: wanted[name] for name in changed}) }, as the run's drafter has",
             fix="change the recipe to the drafter's own values, or start without init_from",
         )
     return given
+
+
+def _shapes(drafter: Drafter) -> Params:
+    return jax.tree.map(lambda x: x.shape, nn.meta.unbox(jax.eval_shape(drafter.init, jax.random.key(0))))
 
 
 def _draft_vocabulary(

@@ -19,15 +19,16 @@ from dspark_jax.checkpoints.targets import LoadedTarget, load_target
 from dspark_jax.checkpoints.train_state import TrainCheckpoints
 from dspark_jax.core.metrics import MetricsWriter
 from dspark_jax.core.sharding import make_mesh, replicated
-from dspark_jax.drafters.contract import Params, SharedWeights
-from dspark_jax.drafters.dspark import DSpark
-from dspark_jax.targets.decoder import embedding_table, lm_head_kernel
+from dspark_jax.data.deepspec_cache import is_deepspec_cache
+from dspark_jax.drafters.contract import Drafter, Params, SharedWeights
+from dspark_jax.targets.decoder import embedding_table, head_params, lm_head_kernel
+from dspark_jax.training.cached_features import check_cache
 from dspark_jax.training.config import TrainConfig
 from dspark_jax.training.initial import feature_scale, fresh_state, regression_params, unit_scale
 from dspark_jax.training.inputs import claim_run, read_inputs
 from dspark_jax.training.optimizer import make_optimizer
 from dspark_jax.training.state import Frozen, TrainBatch, batch_shardings, state_shardings
-from dspark_jax.training.step import train_step
+from dspark_jax.training.step import bind_step
 
 OnLog = Callable[[int, dict[str, Any]], None]
 
@@ -53,11 +54,17 @@ def train(config: TrainConfig, *, on_log: OnLog | None = None) -> Path:
 
     # 2. The target, and the state: fresh, from an exported drafter, or resumed.
     target = load_target(config.target, dtype=config.dtype, mesh=mesh)
+    if inputs.cache is not None:
+        check_cache(inputs.cache, target)
     frozen = _frozen(config, target, inputs.vocabulary_np, mesh)
     checkpoints = TrainCheckpoints(config.run_dir / "checkpoints", keep=config.keep_checkpoints)
     resumed_step = checkpoints.latest_step()
-    scale = unit_scale(drafter) if resumed_step else feature_scale(target, drafter, batches)
-    optimizer = make_optimizer(config.optimizer, steps=config.steps, feature_scale=scale)
+    scale = unit_scale(drafter)
+    if drafter.feature_kernel is not None and not resumed_step:
+        scale = feature_scale(target, drafter, batches)
+    optimizer = make_optimizer(
+        config.optimizer, steps=config.steps, feature_kernel=drafter.feature_kernel, feature_scale=scale
+    )
     fresh = functools.partial(fresh_state, config=config, drafter=drafter, optimizer=optimizer, scale=scale)
     shapes = jax.eval_shape(fresh, inputs.given_params)
     shardings = state_shardings(shapes, drafter, mesh)
@@ -72,14 +79,7 @@ def train(config: TrainConfig, *, on_log: OnLog | None = None) -> Path:
 
     # 3. The compiled step.
     step_fn = jax.jit(
-        functools.partial(
-            train_step,
-            drafter=drafter,
-            optimizer=optimizer,
-            target=target.config,
-            loss=config.loss,
-            microbatches=config.microbatches,
-        ),
+        bind_step(config, drafter=drafter, optimizer=optimizer, target=target.config),
         donate_argnums=0,
         out_shardings=(shardings, replicated(mesh)),
     )
@@ -124,14 +124,19 @@ def _frozen(
     config: TrainConfig, target: LoadedTarget, vocabulary_np: np.ndarray | None, mesh: Mesh
 ) -> Frozen:
     vocabulary = None if vocabulary_np is None else jax.device_put(vocabulary_np, replicated(mesh))
-    shared = SharedWeights.cut(embedding_table(target.params), lm_head_kernel(target.params), vocabulary)
-    return Frozen(target_params=target.params if config.feature_store is None else None, shared=shared)
+    shared = SharedWeights.cut(
+        embedding_table(target.params), lm_head_kernel(target.params), vocabulary, target.config.scaling
+    )
+    target_params = target.params
+    if config.feature_store is not None:
+        target_params = head_params(target.params) if is_deepspec_cache(config.feature_store) else None
+    return Frozen(target_params=target_params, shared=shared)
 
 
 def _export(
     config: TrainConfig,
     target: LoadedTarget,
-    drafter: DSpark,
+    drafter: Drafter,
     params: Params,
     vocabulary_np: np.ndarray | None,
 ) -> Path:

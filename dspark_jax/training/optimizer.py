@@ -12,18 +12,18 @@ from jax import Array
 
 from dspark_jax.training.config import OptimizerConfig
 
-FC = ("backbone", "fc", "kernel")
 MUON_RMS = 0.2  # size of an orthogonalised update relative to the learning rate: as AdamW's usually is
 
 
 def make_optimizer(
-    config: OptimizerConfig, *, steps: int, feature_scale: Array
+    config: OptimizerConfig, *, steps: int, feature_kernel: tuple[str, ...] | None, feature_scale: Array
 ) -> optax.GradientTransformation:
     """AdamW or Muon with warm-up and cosine decay, seeing the features as if they had unit size.
 
     Args:
       config: its settings.
       steps: length of the schedule.
+      feature_kernel: path of the kernel that multiplies the raw features, or None.
       feature_scale: 1 / rms of every feature [C D], constant during training.
     """
     warmup = max(round(config.warmup_share * steps), 1)
@@ -39,7 +39,7 @@ def make_optimizer(
     else:
         step = optax.chain(optax.scale_by_adam(config.b1, config.b2), optax.scale_by_learning_rate(schedule))
     inner = optax.chain(optax.clip_by_global_norm(config.clip_norm), step)
-    return with_unit_features(inner, feature_scale)
+    return inner if feature_kernel is None else with_unit_features(inner, feature_kernel, feature_scale)
 
 
 def _layer_matrices(params):
@@ -60,9 +60,9 @@ class UnitFeaturesState(NamedTuple):
 
 
 def with_unit_features(
-    inner: optax.GradientTransformation, feature_scale: Array
+    inner: optax.GradientTransformation, kernel: tuple[str, ...], feature_scale: Array
 ) -> optax.GradientTransformation:
-    """Optimises fc as if features were divided by their rms first.
+    """Optimises the kernel at a path, fc, as if features were divided by their rms first.
 
     A few hidden dimensions of a language model are hundreds of times larger than the rest, so that one
     learning rate cannot fit all rows of `fc`. With fc = scale * fc', a step on fc' is a step on fc whose
@@ -71,7 +71,7 @@ def with_unit_features(
 
     def rescale(tree, scale):
         flat = traverse_util.flatten_dict(tree)
-        return traverse_util.unflatten_dict({**flat, FC: flat[FC] * scale})
+        return traverse_util.unflatten_dict({**flat, kernel: flat[kernel] * scale})
 
     def init(params):
         return UnitFeaturesState(feature_scale[:, None], inner.init(params))

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from dspark_jax.core.sharding import param_sharding, replicated
 from dspark_jax.drafters.contract import Drafter, Params, SharedWeights
-from dspark_jax.training.features import TargetFeatures
+from dspark_jax.training.features import TargetFeatures, UnnormalisedFeatures
 
 
 @flax.struct.dataclass
@@ -47,15 +47,16 @@ class TrainBatch:
     loss_mask_BT: Array
     anchors_BA: Array
     keep_BA: Array
-    target: TargetFeatures | None
+    target: TargetFeatures | UnnormalisedFeatures | None
 
     @classmethod
     def from_host(cls, batch: dict) -> TrainBatch:
         """From the dict of numpy arrays that the input pipeline yields."""
-        stored = "features_BTCD" in batch
-        target = (
-            TargetFeatures(batch["features_BTCD"], batch["hidden_BTD"], batch["logz_BT"]) if stored else None
-        )
+        target = None
+        if "logz_BT" in batch:
+            target = TargetFeatures(batch["features_BTCD"], batch["hidden_BTD"], batch["logz_BT"])
+        elif "features_BTCD" in batch:
+            target = UnnormalisedFeatures(batch["features_BTCD"], batch["hidden_BTD"])
         return cls(batch["tokens_BT"], batch["loss_mask_BT"], batch["anchors_BA"], batch["keep_BA"], target)
 
 
@@ -64,7 +65,8 @@ class Frozen:
     """What training reads and never changes.
 
     Attributes:
-      target_params: the target's parameters; None when features come from a store.
+      target_params: the target's parameters: those of the LM head alone when features come from a store
+        without normalisers, None when it has them.
       shared: its embedding and its LM head, cut to the draft vocabulary.
     """
 

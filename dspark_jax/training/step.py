@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -14,8 +15,13 @@ from jax import Array
 from dspark_jax.drafters.contract import Drafter, Params, SharedWeights
 from dspark_jax.losses import EPSILON, RowWeights, block_loss, confidence_loss, slot_weights
 from dspark_jax.targets.config import DecoderConfig
-from dspark_jax.training.config import LossConfig
-from dspark_jax.training.features import TargetFeatures, target_features
+from dspark_jax.training.config import LossConfig, TrainConfig
+from dspark_jax.training.features import (
+    TargetFeatures,
+    UnnormalisedFeatures,
+    log_normalisers,
+    target_features,
+)
 from dspark_jax.training.state import Frozen, TrainBatch, TrainState
 
 
@@ -25,6 +31,7 @@ class Sums:
 
     Attributes:
       weight: sum of w.
+      denominator: what the loss is divided by.
       loss: weighted numerator of the whole loss.
       ce, tv, kl, bce: weighted numerators of the terms, without their coefficients.
       rows_G: supervised rows per slot.
@@ -38,6 +45,7 @@ class Sums:
     """
 
     weight: Array
+    denominator: Array
     loss: Array
     ce: Array
     tv: Array
@@ -62,7 +70,7 @@ def loss_sums(
     drafter: Drafter,
     config: LossConfig,
 ) -> tuple[Array, Sums]:
-    """(numerator of the loss, all sums) of some sequences: not yet divided by the global weight."""
+    """(numerator of the loss, all sums) of some sequences: not yet divided by the global denominator."""
     rows = drafter.training_rows(
         params,
         shared,
@@ -88,6 +96,7 @@ def loss_sums(
         weights=RowWeights(
             ce_BM=config.ce * weight_BM * can_say_BM, tv_BM=config.tv * weight_BM, kl_BM=config.kl * weight_BM
         ),
+        softcap=shared.scaling.softcap,
         chunk=config.chunk,
         dtype=drafter.dtype,
     )
@@ -108,6 +117,7 @@ def loss_sums(
     tau_BA = 1 + jnp.cumprod(terms.accept_BM.reshape(B, -1, G), axis=-1).sum(-1)
     return loss, Sums(
         weight=weight_BM.sum(),
+        denominator=config.normaliser.denominator(weight_BM.sum(), jnp.full((), float(B * T))),
         loss=loss,
         ce=(weight_BM * terms.ce_BM).sum(),
         tv=(weight_BM * terms.tv_BM).sum(),
@@ -128,7 +138,7 @@ def metrics(sums: Sums) -> dict[str, Array]:
     """Sums -> what is logged; scalars and per-slot vectors [G]."""
     weight, rows_G = sums.weight + EPSILON, jnp.maximum(sums.rows_G, 1.0)
     return {
-        "loss": sums.loss / weight,
+        "loss": sums.loss / (sums.denominator + EPSILON),
         "ce": sums.ce / weight,
         "tv": sums.tv / weight,
         "kl": sums.kl / weight,
@@ -154,7 +164,7 @@ def train_step(
     microbatches: int = 1,
 ) -> tuple[TrainState, dict[str, Any]]:
     """One step. The loss of a batch does not depend on how it is divided: numerators and gradients of all
-    micro-batches are added, and divided once by the global weight.
+    micro-batches are added, and divided once by the global denominator.
     """
 
     def gradients_of(part: TrainBatch):
@@ -169,6 +179,12 @@ def train_step(
                 taps=drafter.config.taps,
                 dtype=drafter.dtype,
             )
+        elif isinstance(features, UnnormalisedFeatures):
+            assert frozen.target_params is not None
+            logz_BT = log_normalisers(
+                frozen.target_params, features.hidden_BTD, config=target, dtype=drafter.dtype
+            )
+            features = TargetFeatures(features.features_BTCD, features.hidden_BTD, logz_BT)
         function = functools.partial(loss_sums, drafter=drafter, config=loss)
         (_, sums), gradients = jax.value_and_grad(function, has_aux=True)(
             state.params, part, features, frozen.shared
@@ -189,11 +205,25 @@ def train_step(
 
         (gradients, sums), _ = jax.lax.scan(add, zeros, parts)
 
-    gradients = jax.tree.map(lambda g: g / (sums.weight + EPSILON), gradients)
+    gradients = jax.tree.map(lambda g: g / (sums.denominator + EPSILON), gradients)
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
     params: Any = optax.apply_updates(state.params, updates)
     new_state = TrainState(step=state.step + 1, params=params, opt_state=opt_state)
     return new_state, {**metrics(sums), "gradient_norm": optax.tree.norm(gradients)}
+
+
+def bind_step(
+    config: TrainConfig, *, drafter: Drafter, optimizer: optax.GradientTransformation, target: DecoderConfig
+) -> Callable[[TrainState, TrainBatch, Frozen], tuple[TrainState, dict[str, Any]]]:
+    """The step of one run, a function of arrays alone."""
+    return functools.partial(
+        train_step,
+        drafter=drafter,
+        optimizer=optimizer,
+        target=target,
+        loss=config.loss,
+        microbatches=config.microbatches,
+    )
 
 
 def _first(parts: TrainBatch) -> TrainBatch:

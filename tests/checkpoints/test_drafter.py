@@ -6,6 +6,7 @@ import functools
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from dspark_jax.checkpoints.drafter import load_drafter, save_drafter
 from dspark_jax.core.errors import InputError
+from dspark_jax.drafters.config import Layout
+from dspark_jax.nn.config import TokenScaling
 from dspark_jax.testing.tiny import DRAFTERS, TARGETS, TinyDrafter, TinyTarget, tiny_drafter, tiny_target
 
 D, F, V, R, TAPS = 16, 24, 41, 4, 3
@@ -46,6 +49,17 @@ SHAPES = {
     | {"markov_head.joint_proj.weight": (3 * R, 2 * R + D), "markov_head.joint_proj.bias": (3 * R,)},
     "plain-confidence": MARKOV_SHAPES | CONFIDENCE_SHAPES | {"confidence_head.proj.weight": (1, D)},
     "dflash": {},
+    "fill-in": MARKOV_SHAPES | CONFIDENCE_SHAPES,
+}
+EAGLE3_SHAPES = {
+    "fc.weight": (D, TAPS * D),
+    "norm.weight": (D,),
+    "layers.0.hidden_norm.weight": (D,),
+    **{f"layers.0.{name}": shape for name, shape in LAYER_SHAPES.items()},
+    **{
+        f"layers.0.self_attn.{name}_proj.weight": (rows, 2 * D)
+        for name, rows in (("q", 32), ("k", 16), ("v", 16))
+    },
 }
 
 
@@ -54,7 +68,9 @@ def target_of(name: str = "llama-gqa-tied") -> TinyTarget:
     return tiny_target(**TARGETS[name], pad_token_id=0, layer_types=["full_attention"] * 3)
 
 
-def save(directory: Path, tiny: TinyDrafter, *, target: TinyTarget | None = None, dtype=jnp.float32):
+def save(
+    directory: Path, tiny: TinyDrafter, *, target: TinyTarget | None = None, dtype=jnp.float32, **options
+):
     draft_to_target_V = tiny.shared.draft_to_target_V
     save_drafter(
         directory,
@@ -64,6 +80,7 @@ def save(directory: Path, tiny: TinyDrafter, *, target: TinyTarget | None = None
         target_hf_config=(target or target_of()).hf_config,
         num_anchors=64,
         dtype=dtype,
+        **options,
     )
 
 
@@ -96,7 +113,17 @@ def test_a_round_trip_is_bit_exact(name, dtype, tmp_path):
         np.testing.assert_array_equal(read[path], np.asarray(array.astype(dtype), np.float32))
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+def test_names_and_shapes_of_eagle3_are_deepspecs(tmp_path):
+    save(tmp_path, tiny_drafter(target_of(), **DRAFTERS["eagle3"]))
+
+    tensors = load_file(tmp_path / "model.safetensors")
+
+    assert {key: x.shape for key, x in tensors.items()} == EAGLE3_SHAPES
+    assert config_of(tmp_path)["architectures"] == ["LlamaEagle3Model"]
+    assert config_of(tmp_path)["ttt_length"] == 3
+
+
+@pytest.mark.parametrize("name", SHAPES)
 def test_names_and_shapes_are_deepspecs(name, tmp_path):
     tiny = tiny_drafter(target_of(), **DRAFTERS[name])
     save(tmp_path, tiny)
@@ -133,6 +160,7 @@ def test_config_fields(tmp_path):
         "layer_types": ["full_attention"] * 2,
         "tie_word_embeddings": False,
         "block_size": 3,
+        "sample_from_anchor": True,
         "mask_token_id": 40,
         "target_layer_ids": [-1, 0, 2],
         "num_target_layers": 3,
@@ -154,7 +182,7 @@ def test_the_reduced_vocabulary_is_kept(tmp_path):
     assert loaded.draft_to_target_np is not None and loaded.draft_to_target_np.dtype == np.int32
     np.testing.assert_array_equal(loaded.draft_to_target_np, vocabulary_np)
     embedding_VD = jnp.arange(V * D, dtype=jnp.float32).reshape(V, D)
-    shared = loaded.shared_weights(embedding_VD, embedding_VD.T)
+    shared = loaded.shared_weights(embedding_VD, embedding_VD.T, TokenScaling())
     np.testing.assert_array_equal(shared.head_DV, embedding_VD[vocabulary_np].T)
     assert shared.target_ids(jnp.array([2])).tolist() == [30]
 
@@ -164,10 +192,64 @@ def test_an_embedding_and_lm_head_of_its_own_win_over_the_targets(tmp_path):
     own_VD = np.arange(V * D, dtype=np.float32).reshape(V, D)
     rewrite(tmp_path, tensors={"embed_tokens.weight": own_VD, "lm_head.weight": -own_VD})
 
-    shared = load_drafter(tmp_path).shared_weights(jnp.zeros((V, D)), jnp.zeros((D, V)))
+    shared = load_drafter(tmp_path).shared_weights(jnp.zeros((V, D)), jnp.zeros((D, V)), TokenScaling())
 
     np.testing.assert_array_equal(shared.embedding_VD, own_VD)
     np.testing.assert_array_equal(shared.head_DV, -own_VD.T)
+
+
+def test_the_layout_is_named(tmp_path):
+    for layout, rows in ((Layout.ANCHOR_FIRST, 3), (Layout.FILL_IN, 4)):
+        tiny = tiny_drafter(target_of(), layout=layout)
+        save(tmp_path, tiny)
+
+        written = config_of(tmp_path)
+        assert (written["block_size"], written["sample_from_anchor"]) == (rows, rows == 3)
+        assert load_drafter(tmp_path).drafter == tiny.drafter
+
+
+def test_deepspecs_own_classes_are_anchor_first(tmp_path):
+    save(tmp_path, tiny_drafter(target_of()))
+    rewrite(tmp_path, fields={"sample_from_anchor": None})
+
+    assert load_drafter(tmp_path).drafter.config.layout is Layout.ANCHOR_FIRST
+
+
+def test_the_original_dflash_is_fill_in(tmp_path):
+    tiny = tiny_drafter(target_of(), head=None, confidence=None, layout=Layout.FILL_IN)
+    save(tmp_path, tiny)
+    theirs = ("mask_token_id", "target_layer_ids", "sample_from_anchor", "markov_rank", "markov_head_type")
+    theirs += ("enable_confidence_head", "confidence_head_with_markov", "num_anchors")
+    nested = {name: config_of(tmp_path)[name] for name in theirs[:2]}
+    rewrite(
+        tmp_path,
+        fields=dict.fromkeys(theirs)
+        | {"dflash_config": nested, "architectures": ["DFlashDraftModel"], "auto_map": {}},
+    )
+
+    assert load_drafter(tmp_path).drafter == tiny.drafter
+
+
+def test_large_weights_are_written_in_shards(tmp_path):
+    tiny = tiny_drafter(target_of())
+    save(tmp_path, tiny)
+    whole = load_file(tmp_path / "model.safetensors")
+
+    save(tmp_path, tiny, max_shard_bytes=4000)
+
+    shards = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(shards) > 2 and shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in whole.values())
+    assert index["weight_map"].keys() == whole.keys()
+    read = {name: array for shard in shards for name, array in load_file(tmp_path / shard).items()}
+    assert read.keys() == whole.keys()
+    assert all(read[name].tobytes() == array.tobytes() for name, array in whole.items())
+    same = jax.tree.map(np.array_equal, load_drafter(tmp_path).params, tiny.params)
+    assert all(jax.tree.leaves(same))
+
+    save(tmp_path, tiny)
+    assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
 
 
 def test_all_tensor_problems_are_in_one_error(tmp_path):
@@ -186,8 +268,8 @@ def test_all_tensor_problems_are_in_one_error(tmp_path):
         load_drafter(tmp_path)
 
     for problem in (
-        "unknown extra.weight",
-        "missing norm.weight",
+        "unknown tensor extra.weight",
+        "missing tensor norm.weight",
         "fc.weight of shape (16, 16) instead of (16, 48)",
         "draft_to_target with repeated ids or ids outside 0..40",
     ):
@@ -207,7 +289,6 @@ def test_all_config_problems_are_in_one_error(tmp_path):
     rewrite(
         tmp_path,
         fields={
-            "markov_head_type": "attention",
             "target_layer_ids": None,
             "sliding_window": 7,
             "speed": 9,
@@ -219,7 +300,6 @@ def test_all_config_problems_are_in_one_error(tmp_path):
         load_drafter(tmp_path)
 
     for problem in (
-        "markov_head_type 'attention'",
         "no field 'target_layer_ids'",
         "sliding_window=7",
         "unknown field 'speed'",
@@ -228,11 +308,54 @@ def test_all_config_problems_are_in_one_error(tmp_path):
         assert problem in caught.value.given
 
 
+def test_unknown_fields_do_not_hide_what_else_is_wrong(tmp_path):
+    save(tmp_path, tiny_drafter(target_of()))
+    rewrite(
+        tmp_path,
+        fields={"speed": 9, "target_layer_ids": [0, 7]},
+        tensors={"extra.weight": np.zeros(1, np.float32)},
+    )
+
+    with pytest.raises(InputError) as caught:
+        load_drafter(tmp_path)
+
+    for problem in (
+        "unknown field 'speed'",
+        "unknown tensor extra.weight",
+        "[0, 7] of a target with 3 layers",
+    ):
+        assert problem in caught.value.given
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"markov_head_type": "attention"}, "markov_head_type 'attention'"),
+        ({"block_size": None}, "no field 'block_size'"),
+        ({"sample_from_anchor": "diagonal"}, "names no layout"),
+        ({"architectures": ["Qwen3DSparkModel"]}, "with model_type 'llama'"),
+        ({"dflash_config": {"causal": True}}, "dflash_config with 'causal'"),
+    ],
+)
+def test_fields_with_other_values_are_refused(fields, problem, tmp_path):
+    save(tmp_path, tiny_drafter(target_of()))
+    rewrite(tmp_path, fields=fields)
+
+    with pytest.raises(InputError) as caught:
+        load_drafter(tmp_path)
+
+    assert problem in caught.value.given
+
+
 @pytest.mark.parametrize(
     "fields",
-    [{"architectures": ["LlamaForCausalLM"]}, {"architectures": ["LlamaEagle3Model"]}, {"block_size": None}],
+    [
+        {"architectures": ["LlamaForCausalLM"]},
+        {"architectures": ["LlamaMedusaModel"]},
+        {"architectures": None},
+    ],
 )
-def test_what_is_not_a_dspark_drafter_is_refused(fields, tmp_path):
+def test_what_is_not_a_drafter_is_refused(fields, tmp_path):
     save(tmp_path, tiny_drafter(target_of()))
     rewrite(tmp_path, fields=fields)
 

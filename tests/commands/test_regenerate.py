@@ -36,7 +36,7 @@ def target() -> LoadedTarget:
 
 @pytest.fixture
 def job(tmp_path, monkeypatch, target) -> Regenerate:
-    def load_engine(*, target: str, drafter: str, config) -> LoadedEngine:
+    def load_engine(*, target: str, drafter: str, config, check: bool = True) -> LoadedEngine:
         return LoadedEngine(engine=make_engine(loaded, None, config), target=loaded, chat=chat)
 
     loaded, chat = target, ChatTemplate(tokenizer=target.tokenizer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +11,12 @@ import pytest
 
 from dspark_jax.core.errors import InputError
 from dspark_jax.drafters.blocks import make_blocks
-from dspark_jax.drafters.config import RNN, Confidence, DSparkConfig, Gated, Markov
+from dspark_jax.drafters.config import RNN, Confidence, DSparkConfig, Gated, Layout, Markov
 from dspark_jax.drafters.contract import SharedWeights
+from dspark_jax.drafters.dspark import DSpark
 from dspark_jax.drafters.heads import make_head
-from dspark_jax.testing.tiny import randomised, tiny_target
+from dspark_jax.nn.config import TokenScaling
+from dspark_jax.testing.tiny import randomised, tiny_drafter, tiny_target
 
 V, D, R, G = 11, 6, 4, 5
 
@@ -59,30 +63,34 @@ def test_latents_of_a_scan_equal_the_unrolled_formula(config, formula):
 
 def test_blocks_equal_a_loop_over_anchors_and_slots():
     generator = np.random.default_rng(3)
-    batch, length, anchors, block_len, mask_token = 4, 12, 5, 4, 99
+    batch, length, anchors, block_len = 4, 12, 5, 4
     tokens = generator.integers(0, 50, (batch, length))
     loss_mask = generator.random((batch, length)) < 0.7
     anchors_BA = np.sort(generator.integers(0, length, (batch, anchors)))
     keep = generator.random((batch, anchors)) < 0.7
 
-    blocks = jax.jit(make_blocks, static_argnames=("block_len", "mask_token"))(
+    blocks = jax.jit(make_blocks, static_argnames="block_len")(
         tokens_BT=tokens,
         loss_mask_BT=loss_mask,
         anchors_BA=anchors_BA,
         keep_BA=keep,
         block_len=block_len,
-        mask_token=mask_token,
     )
 
+    prefix_BAG, after_a_feature_BAG = np.asarray(blocks.prefix_BAG), np.asarray(blocks.after_a_feature_BAG)
+    blocks = jax.tree.map(np.asarray, blocks)
     for b, a in np.ndindex(batch, anchors):
         anchor, open_so_far = anchors_BA[b, a], bool(keep[b, a])
-        assert blocks.inputs_BAG[b, a].tolist() == [tokens[b, anchor]] + [mask_token] * (block_len - 1)
+        assert blocks.prev_BAG[b, a, 0] == tokens[b, anchor]
         assert blocks.positions_BAG[b, a].tolist() == list(range(anchor, anchor + block_len))
         assert blocks.sees_BAS[b, a].tolist() == [position < anchor for position in range(length)]
         for k in range(block_len):
             label_at = anchor + k + 1
-            open_so_far = open_so_far and label_at < length and bool(loss_mask[b, label_at])
-            assert blocks.mask_BAG[b, a, k] == open_so_far
+            supervised = bool(keep[b, a]) and label_at < length and bool(loss_mask[b, label_at])
+            open_so_far = open_so_far and supervised
+            assert blocks.supervised_BAG[b, a, k] == supervised
+            assert after_a_feature_BAG[b, a, k] == (supervised and anchor > 0)
+            assert prefix_BAG[b, a, k] == open_so_far
             if open_so_far:
                 assert blocks.labels_BAG[b, a, k] == tokens[b, label_at]
                 assert blocks.prev_BAG[b, a, k] == tokens[b, label_at - 1]
@@ -95,17 +103,16 @@ def test_a_sequence_shorter_than_a_block_has_no_slots_outside():
         anchors_BA=jnp.array([[0, 1]]),
         keep_BA=jnp.ones((1, 2), bool),
         block_len=4,
-        mask_token=9,
     )
 
-    assert blocks.mask_BAG.tolist() == [[[True, False, False, False], [False] * 4]]
+    assert blocks.prefix_BAG.tolist() == [[[True, False, False, False], [False] * 4]]
 
 
 def test_a_reduced_vocabulary_maps_ids_both_ways_and_cuts_the_head():
     embedding_VD = jnp.arange(V * D, dtype=jnp.float32).reshape(V, D)
     vocabulary = jnp.array([7, 2, 10], jnp.int32)
 
-    shared = SharedWeights.cut(embedding_VD, embedding_VD.T, vocabulary)
+    shared = SharedWeights.cut(embedding_VD, embedding_VD.T, vocabulary, TokenScaling())
 
     np.testing.assert_array_equal(shared.embedding_VD, embedding_VD)
     np.testing.assert_array_equal(shared.head_DV, embedding_VD[vocabulary].T)
@@ -114,7 +121,7 @@ def test_a_reduced_vocabulary_maps_ids_both_ways_and_cuts_the_head():
 
 
 def test_without_a_reduced_vocabulary_ids_are_the_same():
-    shared = SharedWeights.cut(jnp.ones((V, D)), jnp.ones((D, V)), None)
+    shared = SharedWeights.cut(jnp.ones((V, D)), jnp.ones((D, V)), None, TokenScaling())
 
     ids = jnp.arange(V)
     assert shared.target_ids(ids) is ids and shared.draft_ids(ids) is ids and shared.head_DV.shape == (D, V)
@@ -151,3 +158,17 @@ def test_impossible_drafters_are_refused(field, value, message):
 
     with pytest.raises(InputError, match=message):
         DSparkConfig(**{**fields, field: value})
+
+
+def test_fill_in_reads_one_row_more_and_predicts_from_the_mask_rows():
+    """Its rows are those of an anchor-first block that is one longer, without the anchor's own."""
+    target = tiny_target()
+    fill_in = tiny_drafter(target, layout=Layout.FILL_IN, block_len=3)
+    longer = DSpark(dataclasses.replace(fill_in.drafter.config, layout=Layout.ANCHOR_FIRST, block_len=4))
+    context = fill_in.drafter.create_context(batch=1, length=8)
+    context = jax.tree.map(lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape) % 7 / 7, context)
+
+    def hidden(drafter: DSpark):
+        return drafter.block_hidden(fill_in.params, fill_in.shared, context, jnp.array([5]), jnp.array([6]))
+
+    np.testing.assert_array_equal(hidden(fill_in.drafter), hidden(longer)[:, 1:])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.drafters.config import RNN, Confidence, Gated, Markov
+from dspark_jax.drafters.config import RNN, Confidence, Eagle3Config, Gated, Markov, MTPConfig
 from dspark_jax.engine.engine import Engine, EngineConfig
 from dspark_jax.engine.requests import Request, SamplingOptions
 from dspark_jax.engine.state import Weights
@@ -24,8 +24,8 @@ DRAFT_TO_TARGET = np.array([0, 2, 3, 5, 6, 8, 9, 11])
 class TinyEngines:
     """Engines over one target of `vocab_size` tokens.
 
-    A random drafter would hardly ever agree with a random target. These know the target's bigrams: W2 holds
-    its mean logits after each token, and W1 tells the tokens apart.
+    A random drafter would hardly ever agree with a random target. Those with a head know the target's
+    bigrams: W2 holds its mean logits after each token, and W1 tells the tokens apart.
     """
 
     block_len = 3
@@ -64,7 +64,7 @@ class TinyEngines:
 
     @functools.cache  # noqa: B019 lives as long as the tests
     def drafter(self, name: str) -> TinyDrafter:
-        """The drafter of that name: a kind of head, or "reduced" for a Markov head that lacks some tokens."""
+        """The drafter of that name: a kind, or a head of DSpark; "reduced" ones lack some tokens."""
         V = self.vocab_size
         heads = {
             "markov": Markov(rank=V),
@@ -72,7 +72,16 @@ class TinyEngines:
             "rnn": RNN(rank=V),
             "reduced": Markov(rank=V),
         }
-        vocabulary_np = DRAFT_TO_TARGET[DRAFT_TO_TARGET < V] if name == "reduced" else None
+        vocabulary_np = DRAFT_TO_TARGET[DRAFT_TO_TARGET < V] if name.endswith("reduced") else None
+        kinds = {"eagle3": Eagle3Config, "mtp": MTPConfig}
+        if kind := kinds.get(name.removesuffix("-reduced")):
+            return tiny_drafter(
+                self.target,
+                kind=kind,
+                draft_to_target_np=vocabulary_np,
+                taps=(-1, 1) if kind is Eagle3Config else (1,),
+                block_len=self.block_len,
+            )
         head = heads.get(name)
         drafter = tiny_drafter(
             self.target,

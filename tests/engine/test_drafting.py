@@ -6,6 +6,7 @@ is compared with the training view of the finished sequence, under teacher forci
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 
 import jax
@@ -18,15 +19,18 @@ from dspark_jax.drafters.dspark import DSpark
 from dspark_jax.engine import programs
 from dspark_jax.engine.engine import Engine
 from dspark_jax.engine.requests import Request
+from dspark_jax.speculation.verify_length import FixedLength, VerifyPolicy
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 MAX_CONTEXT = 64
 EXACT = 2e-5
 
 
-def drafting_error(tiny, name: str) -> float:
+def drafting_error(tiny, name: str, policy: VerifyPolicy | None = None) -> float:
     """Largest difference in a probability or confidence between a run's blocks and the training view."""
-    requests = tiny.requests((3, 14), temperature=1.0)  # request i stays in slot i
-    rounds = _drafted(tiny.engine(name, slots=2, max_context=MAX_CONTEXT), requests)
+    requests = tiny.requests((3, 14), max_new_tokens=48, temperature=1.0)  # request i stays in slot i
+    rounds = _drafted(tiny.engine(name, policy, slots=2, max_context=MAX_CONTEXT), requests)
     errors = []
     for slot, request in enumerate(requests):
         of_slot = [jax.tree.map(operator.itemgetter(slot), arrays) for arrays in rounds]
@@ -91,7 +95,8 @@ def _training_view(tiny, name: str, sequence: list[int], anchors: list[int]) -> 
         if rows.latent_BMR is not None:
             logits_MV += rows.latent_BMR[0] @ rows.w2_RV
         shape = (anchors_1A.size, tiny.block_len)
-        return jax.nn.softmax(logits_MV).reshape(*shape, -1), rows.confidence_logits_BM.reshape(shape)
+        confidence = jnp.zeros(shape) if rows.confidence_logits_BM is None else rows.confidence_logits_BM
+        return jax.nn.softmax(logits_MV).reshape(*shape, -1), confidence.reshape(shape)
 
     tokens_1T, anchors_1A = (np.zeros((1, MAX_CONTEXT), np.int32) for _ in range(2))
     tokens_1T[0, : len(sequence)] = sequence
@@ -100,9 +105,16 @@ def _training_view(tiny, name: str, sequence: list[int], anchors: list[int]) -> 
     return jax.device_get(view(tokens_1T, features_1TCD, anchors_1A))
 
 
-@pytest.mark.parametrize("name", ["markov", "gated", "rnn", "reduced", "dflash"])
+@pytest.mark.parametrize(
+    "name", ["markov", "gated", "rnn", "reduced", "dflash", "eagle3", "eagle3-reduced", "mtp"]
+)
 def test_the_engine_drafts_as_in_training(tiny, name):
     assert drafting_error(tiny, name) < EXACT
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+def test_with_fewer_verified_rows_than_drafted_tokens(tiny, name):
+    assert drafting_error(tiny, name, FixedLength(length=1)) < EXACT
 
 
 def test_a_shifted_position_is_caught(tiny, monkeypatch):
@@ -116,7 +128,8 @@ def test_a_shifted_position_is_caught(tiny, monkeypatch):
     assert drafting_error(tiny, "markov") > 100 * EXACT
 
 
-def test_a_context_that_is_not_extended_is_caught(tiny, monkeypatch):
+@pytest.mark.parametrize("name", ["markov", "eagle3", "mtp"])
+def test_a_context_that_is_not_extended_is_caught(tiny, monkeypatch, name):
     right = programs.commit
 
     def without_context(weights, state, output, verified, *, drafter):
@@ -124,7 +137,20 @@ def test_a_context_that_is_not_extended_is_caught(tiny, monkeypatch):
 
     monkeypatch.setattr(programs, "commit", without_context)
 
-    assert drafting_error(tiny, "markov") > 100 * EXACT
+    assert drafting_error(tiny, name) > 100 * EXACT
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+def test_wrong_tokens_in_the_context_are_caught(tiny, monkeypatch, name):
+    right = programs.commit
+
+    def shifted(weights, state, output, verified, *, drafter):
+        moved = dataclasses.replace(verified, tokens_BT=jnp.roll(verified.tokens_BT, -1, axis=1))
+        return right(weights, state, output, moved, drafter=drafter)
+
+    monkeypatch.setattr(programs, "commit", shifted)
+
+    assert drafting_error(tiny, name) > 100 * EXACT
 
 
 def test_a_context_of_the_wrong_layer_is_caught(tiny, monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 
 from dspark_jax.core.keys import request_key
 from dspark_jax.engine import programs
-from dspark_jax.speculation.sampling import SamplingParams
+from dspark_jax.speculation.sampling import Draw, SamplingParams
 from dspark_jax.speculation.verify_length import ConfidenceThreshold, FixedLength, FullBlock
 from dspark_jax.testing.reference import reference_distribution
 from dspark_jax.testing.statistics import chi_square_p_value
@@ -72,7 +72,7 @@ def draw_two_tokens(toy, name: str, policy) -> np.ndarray:
     )
     tokens_BT = np.full((slots, 0), -1)
     for _ in range(2):  # a round commits at least one token
-        state, result = engine._round_program(True)(engine._weights, state)
+        state, result = engine._round_program(Draw.FILTERED)(engine._weights, state)
         tokens_BT = np.concatenate([tokens_BT, result.tokens_BT], axis=1)
     committed_first = np.argsort(tokens_BT < 0, axis=1, kind="stable")[:, :2]
     return np.take_along_axis(tokens_BT, committed_first, axis=1).reshape(len(OPTIONS), DRAWS, 2)
@@ -94,6 +94,8 @@ def p_values(toy, tokens_ND2: np.ndarray) -> list[float]:
         ("rnn", ConfidenceThreshold(threshold=0.5)),
         ("reduced", FullBlock()),
         ("gated", FixedLength(length=1)),
+        ("eagle3-reduced", FullBlock()),
+        ("mtp", FixedLength(length=2)),
     ],
     ids=str,
 )
@@ -119,20 +121,20 @@ def test_the_first_token_follows_the_targets_law(toy):
 # Each of these engines is broken on purpose, and must be found out by the same test.
 
 
-def q_before_the_head(weights, state, *, drafter, filters, right=programs.draft):
+def q_before_the_head(weights, state, *, drafter, draw, right=programs.draft):
     """Claims that the tokens were drawn from another distribution than they were."""
-    block = right(weights, state, drafter=drafter, filters=filters)
+    block = right(weights, state, drafter=drafter, draw=draw)
     uniform = jnp.full_like(block.probs_BGV, 1 / block.probs_BGV.shape[-1])
     return block.replace(probs_BGV=uniform)
 
 
 def cut_where_tokens_look_bad(
-    weights, state, block, logits_BTV, verify_len_B, *, filters, right=programs.accept
+    weights, state, block, logits_BTV, verify_len_B, *, draw, right=programs.accept
 ):
     """Decides after the draw: verifies token k only if it is token 0, 1 or 2."""
     good_BG = jnp.cumprod(block.tokens_BG < 3, axis=1)
     length_B = jnp.minimum(verify_len_B, good_BG.sum(axis=1))
-    return right(weights, state, block, logits_BTV, length_B, filters=filters)
+    return right(weights, state, block, logits_BTV, length_B, draw=draw)
 
 
 @pytest.mark.parametrize(

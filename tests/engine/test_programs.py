@@ -12,6 +12,7 @@ import pytest
 
 from dspark_jax.engine.engine import EngineConfig
 from dspark_jax.engine.requests import Request, SamplingOptions
+from dspark_jax.speculation.sampling import Draw
 from dspark_jax.speculation.verify_length import ConfidenceThreshold, FixedLength, FullBlock
 
 
@@ -64,7 +65,7 @@ def test_after_the_warm_up_nothing_compiles(tiny, caplog, name):
 
 def test_what_was_not_warmed_compiles_when_it_is_needed(tiny):
     engine = tiny.engine("markov")
-    engine.warm_up((), filters=[False])
+    engine.warm_up((), draws=[Draw.GREEDY])
     warm_s = engine.compile_s
 
     assert tiny.answers(engine, tiny.requests()) == tiny.plain
@@ -73,9 +74,9 @@ def test_what_was_not_warmed_compiles_when_it_is_needed(tiny):
 
 def test_warming_up_again_costs_nothing(tiny):
     engine = tiny.engine(None)
-    engine.warm_up((16,), filters=[False])
+    engine.warm_up((16,), draws=[Draw.GREEDY])
     compile_s = engine.compile_s
-    engine.warm_up((16,), filters=[False])
+    engine.warm_up((16,), draws=[Draw.GREEDY])
 
     assert engine.compile_s == compile_s
 

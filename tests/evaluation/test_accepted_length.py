@@ -29,6 +29,7 @@ def record(name: str, accepted: list[int], domain: str = "math") -> PromptRounds
         committed_np=accepted_np + 1,
         accepted_np=accepted_np,
         verified_np=np.full(len(accepted), G, np.int64),
+        confidence_np=np.zeros((len(accepted), G), np.float32),
     )
 
 

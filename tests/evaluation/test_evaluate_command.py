@@ -2,97 +2,40 @@
 
 from __future__ import annotations
 
-import functools
-import gzip
 import json
 
 import jax
 import pytest
 
-from dspark_jax.checkpoints.drafter import LoadedDrafter
-from dspark_jax.checkpoints.targets import LoadedTarget
 from dspark_jax.commands import evaluate
 from dspark_jax.core.errors import InputError
 from dspark_jax.data.chat import ChatTemplate
-from dspark_jax.data.sources import Prompt, is_held_out
+from dspark_jax.data.sources import Prompt
 from dspark_jax.engine.engine import EngineConfig
 from dspark_jax.engine.load import LoadedEngine, make_engine
 from dspark_jax.evaluation.prompts import choose_prompts, read_evaluation_prompts
 from dspark_jax.evaluation.runner import measure
-from dspark_jax.testing.tiny import tiny_drafter, tiny_target
-from dspark_jax.testing.tokenizer import tiny_tokenizer
 
 G = 2
-HELD_OUT = [f"p{i}" for i in range(1000) if is_held_out(f"p{i}")]
-TRAINED_ON = [f"p{i}" for i in range(50) if not is_held_out(f"p{i}")]
 
 
-@functools.cache
-def tiny_models() -> tuple[LoadedTarget, LoadedDrafter]:
-    tiny = tiny_target(vocab_size=259, num_hidden_layers=1, max_position_embeddings=256)
-    target = LoadedTarget(
-        config=tiny.config,
-        params=tiny.params,
-        tokenizer=tiny_tokenizer(),
-        identity="tiny",
-        eos_ids=(2,),
-        generation={},
-        hf_config=tiny.hf_config,
-    )
-    draft = tiny_drafter(tiny, num_layers=1, taps=(0,), block_len=G)
-    loaded = LoadedDrafter(
-        drafter=draft.drafter, params=draft.params, draft_to_target_np=None, embedding_VD=None, head_DV=None
-    )
-    return target, loaded
-
-
-def load_tiny_engine(*, target: str, drafter: str, config) -> LoadedEngine:
-    assert (target, drafter) == ("smollm2-135m", "shipped")
-    loaded, draft = tiny_models()
-    engine = make_engine(loaded, draft, config)
-    return LoadedEngine(engine=engine, target=loaded, chat=ChatTemplate(tokenizer=loaded.tokenizer))
-
-
-@pytest.fixture
-def tiny_engine(monkeypatch):
-    """The command with the tiny models in place of those on its command line."""
-    monkeypatch.setattr(evaluate, "load_engine", load_tiny_engine)
-
-
-def write_lines(path, rows):
-    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
-    return path
-
-
-def prompt_row(name: str, domain: str) -> dict:
-    return {"id": name, "domain": domain, "source": "test", "prompt": f"Say {name}."}
-
-
-@pytest.fixture
-def prompt_files(tmp_path):
-    rows = [prompt_row(name, "chat") for name in [*HELD_OUT[:4], *TRAINED_ON]]
-    return (
-        write_lines(tmp_path / "chat.jsonl.gz", rows),
-        write_lines(tmp_path / "gsm8k.jsonl", [{"turns": [f"Add {i}.", "And now?"]} for i in range(3)]),
-    )
-
-
-def test_only_held_out_prompts_and_first_turns(prompt_files):
+def test_only_held_out_prompts_and_first_turns(prompt_files, prompt_ids):
     prompts = read_evaluation_prompts(prompt_files)
 
-    assert {prompt.id for prompt in prompts if prompt.domain == "chat"} == set(HELD_OUT[:4])
+    assert {prompt.id for prompt in prompts if prompt.domain == "chat"} == set(prompt_ids[True][:4])
     assert [prompt.text for prompt in prompts if prompt.domain == "gsm8k"] == ["Add 0.", "Add 1.", "Add 2."]
 
 
-def test_bad_lines_of_an_evaluation_set_are_named(tmp_path):
+def test_bad_lines_of_an_evaluation_set_are_named(tmp_path, write_lines):
     path = write_lines(tmp_path / "bad.jsonl", [{"turns": ["a"]}, {"turns": []}])
     with pytest.raises(InputError, match=r"bad\.jsonl:2"):
         read_evaluation_prompts([path])
 
 
-def test_files_without_a_held_out_prompt_are_refused(tmp_path):
-    path = write_lines(tmp_path / "train.jsonl", [prompt_row(name, "chat") for name in TRAINED_ON])
+def test_files_without_a_held_out_prompt_are_refused(tmp_path, write_lines, prompt_row, prompt_ids):
+    path = write_lines(
+        tmp_path / "train.jsonl", [prompt_row(name, "chat") for name in prompt_ids[False][:50]]
+    )
     with pytest.raises(InputError, match="held-out"):
         read_evaluation_prompts([path])
 
@@ -112,8 +55,8 @@ def test_a_smaller_choice_is_part_of_a_larger_one():
     assert len(choose(prompts, 1000)) == 60  # the long ones are left out
 
 
-@pytest.mark.usefixtures("tiny_engine")
-def test_table_and_result_file(prompt_files, tmp_path, capsys):
+def test_table_and_result_file(use_tiny_engine, prompt_files, tmp_path, capsys):
+    use_tiny_engine(evaluate)
     config = evaluate.Evaluate(
         prompts=prompt_files,
         output=tmp_path / "results" / "result.json",
@@ -150,8 +93,8 @@ def test_table_and_result_file(prompt_files, tmp_path, capsys):
     assert "macro" in shown
 
 
-def test_measuring_a_drafter_in_memory_gives_the_same_rounds_in_any_batch():
-    loaded, draft = tiny_models()
+def test_measuring_a_drafter_in_memory_gives_the_same_rounds_in_any_batch(tiny_models):
+    loaded, draft = tiny_models
     prompts = [Prompt(id=f"p{i}", domain="chat", source="s", text="hello"[: i + 1]) for i in range(3)]
 
     def rounds(slots: int) -> list[list[int]]:

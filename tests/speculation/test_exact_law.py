@@ -15,7 +15,7 @@ import pytest
 
 from dspark_jax.core.keys import Purpose, round_keys
 from dspark_jax.speculation import rejection
-from dspark_jax.speculation.sampling import SamplingParams, distribution, sample
+from dspark_jax.speculation.sampling import Draw, SamplingParams, distribution, sample
 from dspark_jax.speculation.verify_length import (
     ConfidenceThreshold,
     FixedLength,
@@ -54,7 +54,7 @@ def random_logits(*seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=V).astype(np.float32) * 1.5
 
 
-jitted_distribution = functools.partial(jax.jit, static_argnames="filters")(distribution)
+jitted_distribution = functools.partial(jax.jit, static_argnames="draw")(distribution)
 
 
 def law_of(logits_V: np.ndarray, option: Option) -> np.ndarray:
@@ -63,7 +63,7 @@ def law_of(logits_V: np.ndarray, option: Option) -> np.ndarray:
     sampling = SamplingParams(
         **{f"{name}_B": np.array([value], np.float32) for name, value in values.items()}
     )
-    return np.asarray(jitted_distribution(logits_V[None], sampling, filters=True)[0], np.float64)
+    return np.asarray(jitted_distribution(logits_V[None], sampling, draw=Draw.FILTERED)[0], np.float64)
 
 
 @functools.cache

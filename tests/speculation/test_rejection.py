@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -241,12 +243,16 @@ def test_uniforms_are_independent_between_slots_and_in_range():
     assert np.abs(np.corrcoef(uniforms.T) - np.eye(G)).max() < 4 / np.sqrt(20_000)
 
 
-def test_one_draw_over_the_vocabulary_per_request():
-    case = random_round(4, reduced=True)
-    arguments = (case.target_probs, case.draft_probs, case.draft_ids, case.draft_to_target, case.verify_len)
-    program = str(jax.make_jaxpr(verify_block)(*arguments, case.keys[:, 0], case.keys[:, 1]))
-    assert program.count("random_bits[") == 2  # the uniforms of the slots, the noise of one vocabulary row
-    assert f"2,{V}" in program
+def test_no_noise_as_wide_as_the_vocabulary():
+    vocabulary, batch = 10_000, 2
+    laws = jnp.full((batch, 3, vocabulary), 1 / vocabulary)
+    ids, keys = jnp.zeros((batch, 2), jnp.int32), jax.random.split(jax.random.key(0), batch)
+    program = str(jax.make_jaxpr(verify_block)(laws, laws[:, :2], ids, None, ids[:, 0], keys, keys))
+    drawn = [
+        math.prod(map(int, shape.split(",")))
+        for shape in re.findall(r"u32\[([\d,]+)\] = random_bits", program)
+    ]
+    assert drawn and max(drawn) < vocabulary
 
 
 def test_more_rows_than_the_block_are_refused():

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark_jax.speculation.sampling import SamplingParams, distribution, sample
+from dspark_jax.speculation.sampling import Draw, SamplingParams, distribution, sample
 from dspark_jax.testing.reference import reference_distribution
 from dspark_jax.testing.statistics import chi_square_p_value
 
 V = 12
-jitted = functools.partial(jax.jit, static_argnames="filters")(distribution)
+jitted = functools.partial(jax.jit, static_argnames="draw")(distribution)
 draw = jax.jit(sample)
 
 Options = tuple[float, int, float, float]
@@ -62,7 +62,7 @@ def test_agrees_with_sorting_reference(rows: list[Options], seed: int, scale: fl
     logits_BTV = np.random.default_rng(seed).normal(size=(4, 2, V)).astype(np.float32) * scale
     if ties:
         logits_BTV = np.round(logits_BTV)
-    probs_BTV = np.asarray(jitted(logits_BTV, params(rows), filters=True))
+    probs_BTV = np.asarray(jitted(logits_BTV, params(rows), draw=Draw.FILTERED))
     for logits_TV, probs_TV, options in zip(logits_BTV, probs_BTV, rows, strict=True):
         for logits_V, probs_V in zip(logits_TV, probs_TV, strict=True):
             expected_V = reference(logits_V, options)
@@ -78,8 +78,8 @@ def test_agrees_with_sorting_reference(rows: list[Options], seed: int, scale: fl
 def test_greedy_rows_in_a_mixed_batch_are_the_argmax(rows: list[Options], seed: int):
     rows = [(0.0, *rows[0][1:]), *rows[1:]]
     logits_BTV = np.random.default_rng(seed).integers(-3, 3, size=(4, 2, V)).astype(np.float32)
-    for filters in (True, False):
-        probs_BTV = np.asarray(jitted(logits_BTV, params(rows), filters=filters))
+    for draw in Draw:
+        probs_BTV = np.asarray(jitted(logits_BTV, params(rows), draw=draw))
         assert np.isfinite(probs_BTV).all()
         np.testing.assert_array_equal(probs_BTV[0], np.eye(V)[np.argmax(logits_BTV[0], axis=-1)])
 
@@ -88,7 +88,7 @@ def test_filters_that_are_off_change_nothing():
     logits_BTV = np.random.default_rng(0).normal(size=(4, 2, V)).astype(np.float32) * 5
     off = params([(t, 0, 1.0, 0.0) for t in (0.0, 0.5, 1.0, 3.0)])
     np.testing.assert_array_equal(
-        jitted(logits_BTV, off, filters=True), jitted(logits_BTV, off, filters=False)
+        jitted(logits_BTV, off, draw=Draw.FILTERED), jitted(logits_BTV, off, draw=Draw.TEMPERATURE)
     )
 
 
@@ -97,14 +97,14 @@ def test_extreme_logits_and_temperatures_stay_finite():
     logits_BV = np.array([[1e30, -1e30, 0], [5, -inf, 5], [1e-3, 0, 0], [0, -90, -inf]], np.float32)
     for temperature in (0.0, 1e-38, 1e-4, 1.0, 1e6):
         for top_p in (0.0, 0.999999, 1.0):
-            probs = jitted(logits_BV, params([(temperature, 0, top_p, 0.0)] * 4), filters=True)
+            probs = jitted(logits_BV, params([(temperature, 0, top_p, 0.0)] * 4), draw=Draw.FILTERED)
             np.testing.assert_allclose(np.sum(probs, axis=-1), 1.0, rtol=1e-6)
             assert probs[1, 1] == probs[3, 2] == 0
 
 
 def test_bfloat16_logits_give_float32_probabilities():
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(1, V)), jnp.bfloat16)
-    probs = distribution(logits, params([(1.0, 0, 1.0, 0.0)]), filters=False)
+    probs = distribution(logits, params([(1.0, 0, 1.0, 0.0)]), draw=Draw.TEMPERATURE)
     assert probs.dtype == jnp.float32
     expected_V = reference(np.asarray(logits[0], np.float32), (1.0, 0, 1.0, 0.0))
     np.testing.assert_allclose(probs[0], expected_V, atol=1e-6)
@@ -113,7 +113,7 @@ def test_bfloat16_logits_give_float32_probabilities():
 @pytest.mark.parametrize("filters_only", [(0, 0.8, 0.0), (0, 1.0, 0.3)], ids=["top-p", "min-p"])
 def test_filters_before_temperature_would_be_another_law(filters_only: tuple[int, float, float]):
     logits_V = np.log(np.array([0.55, 0.3, 0.1, 0.05], np.float32))
-    ours = distribution(jnp.asarray(logits_V)[None], params([(2.0, *filters_only)]), filters=True)[0]
+    ours = distribution(jnp.asarray(logits_V)[None], params([(2.0, *filters_only)]), draw=Draw.FILTERED)[0]
     np.testing.assert_allclose(ours, reference(logits_V, (2.0, *filters_only)), atol=1e-6)
 
     kept_V = reference(logits_V, (1.0, *filters_only)) > 0
@@ -123,7 +123,7 @@ def test_filters_before_temperature_would_be_another_law(filters_only: tuple[int
 
 def test_top_p_counts_the_mass_that_top_k_left():
     logits_BV = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]]))
-    ours = distribution(logits_BV, params([(1.0, 2, 0.55, 0.0)]), filters=True)[0]
+    ours = distribution(logits_BV, params([(1.0, 2, 0.55, 0.0)]), draw=Draw.FILTERED)[0]
     np.testing.assert_allclose(ours, [1, 0, 0, 0])  # 0.4 of 0.7 is 0.57; of 1.0 it would not be enough.
 
 

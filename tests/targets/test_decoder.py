@@ -12,6 +12,7 @@ import pytest
 
 from dspark_jax.core.errors import InputError
 from dspark_jax.nn.kv_cache import KVCache
+from dspark_jax.nn.layers import embed
 from dspark_jax.targets.decoder import Decoder, embedding_table, lm_head_kernel
 from dspark_jax.testing.tiny import TARGETS, TinyTarget, tiny_target
 
@@ -36,8 +37,7 @@ def run(target: TinyTarget, tokens_BT, start_B=None, cache=None, taps=TAPS):
 
 def empty_cache(target: TinyTarget, batch: int) -> KVCache:
     """A cache whose unwritten rows are poison: whoever reads one is found out."""
-    config = target.config
-    cache = KVCache.create(config.block, num_layers=config.num_layers, batch=batch, length=LENGTH)
+    cache = KVCache.create(target.config.layers, batch=batch, length=LENGTH)
     return jax.tree.map(lambda x: jnp.full(x.shape, 1e4), cache)
 
 
@@ -121,7 +121,7 @@ def test_taps_are_raw_layer_outputs_in_the_order_asked():
     target, tokens_BT = target_of("llama-gqa-tied"), random_tokens(2, 7)
     block = target.config.block
     one_layer = dataclasses.replace(
-        target, config=dataclasses.replace(target.config, num_layers=1)
+        target, config=dataclasses.replace(target.config, layers=target.config.layers[:1])
     )  # ignores the parameters of the layers above
 
     output = run(target, tokens_BT, taps=(2, -1, 0))
@@ -151,14 +151,42 @@ def test_taps_that_the_target_lacks_are_refused(taps):
         run(target_of("llama-gqa-tied"), random_tokens(1, 2), taps=taps)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen3"])
+def test_gemma4_scales_its_embeddings():
+    target, tokens_BT = target_of("gemma4"), random_tokens(2, 7)
+
+    embedded = run(target, tokens_BT, taps=(-1,)).features_BTCD[:, :, 0]
+
+    np.testing.assert_allclose(embedded, 4 * np.asarray(embedding_table(target.params))[tokens_BT], rtol=1e-6)
+    # As it was trained: in bfloat16 the root of 3840, 61.97, is 62.
+    assert embed(jnp.ones((1, 2), jnp.bfloat16), jnp.zeros(1, int), 3840**0.5).tolist() == [[62.0, 62.0]]
+
+
+def test_a_window_ends_where_it_should():
+    target, tokens_BT = target_of("gemma4"), random_tokens(2, 7)
+    (first, *_) = target.config.layers
+    assert first.window == 3
+    one_layer = dataclasses.replace(target, config=dataclasses.replace(target.config, layers=(first,)))
+    changed_BT = tokens_BT.copy()
+    changed_BT[:, 2] = (changed_BT[:, 2] + 1) % 41
+
+    before, after = (run(one_layer, tokens, taps=()).logits_BTV for tokens in (tokens_BT, changed_BT))
+
+    differs_T = np.abs(before - after).max((0, 2)) > 1e-3
+    assert differs_T.tolist() == [False, False, True, True, True, False, False]
+
+
+@pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen3", "gemma4"])
 def test_logits_are_hidden_states_times_the_head_that_drafters_share(name):
     target = target_of(name)
     output = run(target, random_tokens(2, 7))
 
     assert ("lm_head" in target.params) == (not target.config.tie_embeddings)
     head_DV = lm_head_kernel(target.params)
-    np.testing.assert_allclose(output.hidden_BTD @ head_DV, output.logits_BTV, rtol=1e-5, atol=1e-5)
+    logits_BTV, softcap = output.hidden_BTD @ head_DV, target.config.scaling.softcap
+    if softcap is not None:
+        assert np.abs(logits_BTV).max() > softcap
+        logits_BTV = softcap * np.tanh(logits_BTV / softcap)
+    np.testing.assert_allclose(logits_BTV, output.logits_BTV, rtol=1e-5, atol=1e-5)
     is_tied = np.array_equal(head_DV, embedding_table(target.params).T)
     assert is_tied == target.config.tie_embeddings
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dspark_jax.core.errors import InputError
-from dspark_jax.nn.config import BlockConfig
-from dspark_jax.nn.rope import DefaultRope, LinearRope, Llama3Rope, YarnRope
+from dspark_jax.nn.config import BlockConfig, TokenScaling
+from dspark_jax.nn.rope import DefaultRope, LinearRope, Llama3Rope, ProportionalRope, YarnRope
 from dspark_jax.targets.config import DecoderConfig
-from dspark_jax.targets.families import decoder_config_from_hf
+from dspark_jax.targets.families import decoder_config_from_hf, like_the_last_layer, text_config
 
 LLAMA = {
     "model_type": "llama",
@@ -32,20 +32,22 @@ def test_llama():
     assert config == DecoderConfig(
         family="llama",
         vocab_size=100,
-        num_layers=5,
         tie_embeddings=True,
         max_positions=512,
-        block=BlockConfig(
-            width=64,
-            mlp_width=96,
-            num_heads=8,
-            num_kv_heads=2,
-            head_dim=8,
-            norm_eps=1e-5,
-            qkv_bias=True,
-            output_bias=True,
-            mlp_bias=True,
-            rope=DefaultRope(theta=5000.0),
+        layers=5
+        * (
+            BlockConfig(
+                width=64,
+                mlp_width=96,
+                num_heads=8,
+                num_kv_heads=2,
+                head_dim=8,
+                norm_eps=1e-5,
+                qkv_bias=True,
+                output_bias=True,
+                mlp_bias=True,
+                rope=DefaultRope(theta=5000.0),
+            ),
         ),
     )
 
@@ -85,6 +87,10 @@ def test_absent_fields_mean_what_transformers_means():
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 9.0, "factor": 4.0, "beta_fast": None}},
             YarnRope(theta=9.0, factor=4.0, original_max_positions=512),
         ),
+        (
+            {"rope_parameters": {"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.5}},
+            ProportionalRope(theta=5000.0, factor=2.0, partial_rotary_factor=0.5),
+        ),
     ],
 )
 def test_rope(fields, rope):
@@ -100,7 +106,9 @@ def test_qwen3_with_its_sliding_window_switched_off():
 
 
 def test_an_unknown_family_is_refused():
-    with pytest.raises(InputError, match=r"'gpt2'.*one of \['llama', 'qwen3'\]"):
+    with pytest.raises(
+        InputError, match=r"'gpt2'.*one of \['gemma4_text', 'gemma4_unified_text', 'llama', 'qwen3'\]"
+    ):
         decoder_config_from_hf({**LLAMA, "model_type": "gpt2"})
 
 
@@ -111,6 +119,7 @@ def test_all_problems_are_in_one_error():
         "attn_logit_softcapping": 50.0,
         "layer_types": ["full_attention", "sliding_attention"],
         "vocab_size": None,
+        "quantization_config": {"quant_method": "fp8"},
         "rope_scaling": {"rope_type": "linear", "partial_rotary_factor": 0.5, "magic": 1},
     }
 
@@ -122,6 +131,7 @@ def test_all_problems_are_in_one_error():
         "'attn_logit_softcapping'",
         "'sliding_attention'",
         "no field 'vocab_size'",
+        "quantized weights",
         "partial_rotary_factor",
         "unknown key 'magic'",
         "no 'factor'",
@@ -129,7 +139,7 @@ def test_all_problems_are_in_one_error():
         assert problem in caught.value.given
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "proportional"])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_position_encodings_that_are_not_understood_are_refused(kind):
     with pytest.raises(InputError, match=f"rope_type '{kind}'"):
         decoder_config_from_hf({**LLAMA, "rope_parameters": {"rope_type": kind, "factor": 2.0}})
@@ -141,3 +151,128 @@ def test_position_encodings_that_are_not_understood_are_refused(kind):
 def test_impossible_heads_are_refused(fields, problem):
     with pytest.raises(InputError, match=problem):
         decoder_config_from_hf({**LLAMA, **fields})
+
+
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "sliding_window": 5,
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0,
+}
+
+
+def test_gemma4():
+    config = decoder_config_from_hf(GEMMA4)
+
+    shared = dict(
+        width=64,
+        mlp_width=96,
+        num_heads=8,
+        qk_norm=True,
+        v_norm=True,
+        attention_scale=1.0,
+        branch_norms=True,
+        layer_scalar=True,
+        activation="gelu_tanh",
+    )
+    sliding = BlockConfig(**shared, num_kv_heads=4, head_dim=8, window=5, rope=DefaultRope(theta=10_000.0))
+    full = BlockConfig(
+        **shared,
+        num_kv_heads=2,
+        head_dim=16,
+        values_from_keys=True,
+        rope=ProportionalRope(theta=1_000_000.0, partial_rotary_factor=0.25),
+    )
+    assert config == DecoderConfig(
+        family="gemma4_text",
+        vocab_size=100,
+        layers=(*5 * [sliding], full, full),  # five to one, and the last one sees everything
+        tie_embeddings=True,
+        max_positions=131_072,
+        scaling=TokenScaling(embedding=8.0, softcap=30.0),
+    )
+    assert config.block == full and config.num_layers == 7
+
+
+def test_gemma4_with_its_own_values_has_as_many_of_them_in_every_layer():
+    layers = decoder_config_from_hf({**GEMMA4, "attention_k_eq_v": False}).layers
+
+    assert {layer.num_kv_heads for layer in layers} == {4}
+    assert not any(layer.values_from_keys for layer in layers)
+    assert [layer.head_dim for layer in layers] == [8, 8, 8, 8, 8, 16, 16]
+
+
+def test_gemma4_with_heads_written_per_layer():
+    own = {"head_dim": 16, "num_key_value_heads": 2}
+    written = {key: value for key, value in GEMMA4.items() if "global" not in key}
+
+    config = decoder_config_from_hf({**written, "per_layer_config": {"5": own, "6": own}})
+
+    assert config == decoder_config_from_hf(GEMMA4)
+    with pytest.raises(InputError, match=r"per_layer_config with \['intermediate_size'\]"):
+        decoder_config_from_hf({**written, "per_layer_config": {"5": {"intermediate_size": 9}}})
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
+def test_a_multimodal_config_is_unwrapped(kind):
+    around = {
+        "architectures": [],
+        "model_type": kind,
+        "vision_config": {"hidden_size": 3},
+        "audio_config": None,
+        "image_token_id": 99,
+        "tie_word_embeddings": False,
+        "eos_token_id": [1, 6],
+    }
+    wrapped = {
+        **around,
+        "text_config": {**GEMMA4, "model_type": f"{kind}_text", "max_position_embeddings": 9},
+    }
+
+    config = decoder_config_from_hf(wrapped)
+
+    assert config.family == f"{kind}_text" and config.max_positions == 9 and not config.tie_embeddings
+    assert config.layers == decoder_config_from_hf(GEMMA4).layers
+    assert text_config(wrapped)["eos_token_id"] == [1, 6]
+    with pytest.raises(InputError, match=r"quantized weights.*'surprise'"):
+        decoder_config_from_hf({**wrapped, "surprise": 1, "quantization_config": {"bits": 4}})
+
+
+def test_what_of_gemma4_is_not_built_is_refused_by_name():
+    fields = {
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 256,
+        "num_kv_shared_layers": 2,
+        "use_bidirectional_attention": "all",
+        "hidden_activation": "silu",
+    }
+
+    with pytest.raises(InputError) as caught:
+        decoder_config_from_hf({**GEMMA4, **fields, "layer_types": ["full_attention", "chunked", "chunked"]})
+
+    for name, value in fields.items():
+        assert f"{name}={value!r}" in caught.value.given
+    assert "layer_types 'chunked'" in caught.value.given and "of 3 layers instead of 7" in caught.value.given
+    without = {key: value for key, value in GEMMA4.items() if key != "hidden_size_per_layer_input"}
+    with pytest.raises(InputError, match="hidden_size_per_layer_input=256"):
+        decoder_config_from_hf(without)  # what transformers takes an absent field for
+
+
+def test_like_the_last_layer():
+    own = {"head_dim": 16, "num_key_value_heads": 2}
+    kinds = ["sliding_attention", "full_attention"]
+    target = {**GEMMA4, "num_hidden_layers": 2, "layer_types": kinds, "per_layer_config": {"1": own}}
+
+    for fields in (LLAMA, GEMMA4, target):
+        repeated = decoder_config_from_hf(like_the_last_layer(fields, 3))
+        assert repeated.layers == 3 * (decoder_config_from_hf(fields).block,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -21,7 +21,8 @@ from dspark_jax.drafters.config import Markov
 from dspark_jax.testing.tiny import TinyTarget, tiny_target
 from dspark_jax.testing.tokenizer import tiny_tokenizer
 from dspark_jax.training import loop
-from dspark_jax.training.config import DrafterRecipe, LossConfig, MeshConfig, TrainConfig
+from dspark_jax.training.config import LossConfig, MeshConfig, TrainConfig
+from dspark_jax.training.recipes import DSparkRecipe
 
 VOCAB_SIZE, MASK_TOKEN = 40, 39
 
@@ -56,12 +57,8 @@ def save_responses(path: Path, *, seed: int, count: int, max_response: int = 26)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_compiles() -> Iterator[None]:
-    """Programs that run for milliseconds are not worth seconds of LLVM's optimiser."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+def always_quick_compiles(quick_compiles) -> None:
+    """All tests here compile programs and run them a few times."""
 
 
 @pytest.fixture(scope="session")
@@ -92,7 +89,7 @@ def make_config(target_directory, responses) -> Callable[..., TrainConfig]:
         fields = {
             "run_dir": run_dir,
             "target": str(target_directory),
-            "drafter": DrafterRecipe(
+            "drafter": DSparkRecipe(
                 taps=(-1, 1),
                 mask_token=MASK_TOKEN,
                 num_layers=1,

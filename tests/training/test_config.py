@@ -6,14 +6,16 @@ import dataclasses
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import train as front_door
 from dspark_jax.core.errors import InputError
-from dspark_jax.drafters.config import Gated, Markov
+from dspark_jax.drafters.config import RNN, Gated, Markov
 from dspark_jax.targets.config import DecoderConfig
 from dspark_jax.targets.families import decoder_config_from_hf
-from dspark_jax.training.config import DrafterRecipe, LossConfig, OptimizerConfig, as_json
+from dspark_jax.training.config import LossConfig, OptimizerConfig, PerToken, as_json
+from dspark_jax.training.recipes import DSparkRecipe, Eagle3Recipe, MTPRecipe
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,15 +41,19 @@ TARGETS = {
     "qwen3_4b": hf_config("qwen3", 151936, 36, 2560, 9728, 32, 8, head_dim=128),
     "qwen3_8b": hf_config("qwen3", 151936, 36, 4096, 12288, 32, 8, head_dim=128),
     "qwen3_14b": hf_config("qwen3", 151936, 40, 5120, 17408, 40, 8, head_dim=128),
+    "gemma4_12b": hf_config(
+        "gemma4_text", 262144, 48, 3840, 15360, 16, 8, hidden_size_per_layer_input=0, enable_moe_block=False
+    ),
 }
+METHODS = ("dspark", "dflash", "eagle3", "mtp")
 
 
 def decoder(name: str) -> DecoderConfig:
     return decoder_config_from_hf(TARGETS[name])
 
 
-def get_config(name: str):
-    return runpy.run_path(str(ROOT / "configs" / "dspark.py"))["get_config"](name)
+def get_config(name: str, method: str = "dspark", **arguments: str):
+    return runpy.run_path(str(ROOT / "configs" / f"{method}.py"))["get_config"](name, **arguments)
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.py")), ids=lambda path: path.stem)
@@ -59,9 +65,11 @@ def test_every_recipe_states_its_claim(path):
         module["get_config"]("gpt_5")
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", TARGETS)
-def test_every_recipe_resolves(name):
-    config = get_config(name)
+def test_every_recipe_resolves(name, method):
+    config = get_config(name, method)
+    assert config.run_dir.name == f"{method}_{name}"
     drafter = config.drafter.resolve(decoder(name))
     assert drafter.block == decoder(name).block
     assert drafter.target_vocab_size == TARGETS[name]["vocab_size"]
@@ -79,6 +87,32 @@ def test_the_papers_numbers():
     assert config.steps * config.data.batch_size >= 10 * 1_400_000
 
 
+def test_the_other_methods_share_the_papers_setting():
+    dspark, dflash, eagle3, mtp = (get_config("gemma4_12b", method) for method in METHODS)
+    for other in (dflash, eagle3, mtp):
+        assert (other.target, other.data, other.steps) == (dspark.target, dspark.data, dspark.steps)
+        assert other.optimizer == dspark.optimizer
+    assert dspark.drafter.taps == dflash.drafter.taps == eagle3.drafter.taps == (5, 17, 29, 41, 46)
+    assert dspark.drafter.mask_token == dflash.drafter.mask_token == 4
+    assert (dflash.drafter.head, dflash.drafter.confidence, dflash.drafter.num_layers) == (None, None, 5)
+    assert (dflash.loss.ce, dflash.loss.tv, dflash.loss.decay_len) == (1.0, 0.0, 4.0)
+    assert dflash.drafter.block_len == eagle3.drafter.block_len == 7
+    step_weights = np.exp(-np.arange(7) / eagle3.loss.decay_len)
+    np.testing.assert_allclose(step_weights, 0.8 ** np.arange(7))
+    assert (eagle3.loss.kl, eagle3.loss.ce, eagle3.loss.normaliser) == (1.0, 0.0, PerToken())
+    assert np.exp(-4 / mtp.loss.decay_len) == 1.0
+
+
+def test_variants_of_a_method():
+    assert get_config("qwen3_8b", head="gated").drafter.head == Gated(rank=256)
+    assert get_config("smollm2_135m", head="rnn").drafter.head == RNN(rank=64)
+    assert [get_config("qwen3_8b", "mtp", k=k).drafter.block_len for k in "135"] == [1, 3, 5]
+    with pytest.raises(InputError, match="--head linear"):
+        get_config("qwen3_8b", head="linear")
+    with pytest.raises(InputError, match="--k 2"):
+        get_config("qwen3_8b", "mtp", k="2")
+
+
 def test_flags_override_a_recipe(monkeypatch, capsys):
     configs = []
     monkeypatch.setattr(front_door, "train", configs.append)
@@ -87,6 +121,8 @@ def test_flags_override_a_recipe(monkeypatch, capsys):
     assert configs[0].steps == 7 and configs[0].data.batch_size == 4 and configs[0].drafter.taps == (2, 9)
     front_door.main(recipe)
     assert configs[1] == get_config("smollm2_135m")
+    front_door.main([*recipe, "--head", "gated", "--steps", "7"])
+    assert configs[2] == dataclasses.replace(get_config("smollm2_135m", head="gated"), steps=7)
     with pytest.raises(SystemExit):
         front_door.main([*recipe, "--stepz", "7"])
     with pytest.raises(SystemExit):
@@ -107,10 +143,13 @@ def test_flags_override_a_recipe(monkeypatch, capsys):
         (lambda: dataclasses.replace(get_config("qwen3_4b"), dtype="float16"), "float16"),
         (lambda: dataclasses.replace(get_config("qwen3_4b"), steps=0), "steps=0"),
         (lambda: dataclasses.replace(get_config("qwen3_4b"), microbatches=3), "equal parts"),
-        (lambda: DrafterRecipe(taps=(1, 36), mask_token=3).resolve(decoder("qwen3_4b")), "36"),
-        (lambda: DrafterRecipe(taps=(), mask_token=3).resolve(decoder("qwen3_4b")), "taps"),
+        (lambda: DSparkRecipe(taps=(1, 36), mask_token=3).resolve(decoder("qwen3_4b")), "36"),
+        (lambda: DSparkRecipe(taps=(), mask_token=3).resolve(decoder("qwen3_4b")), "taps"),
+        (lambda: Eagle3Recipe(taps=(1, 36)).resolve(decoder("qwen3_4b")), "36"),
+        (lambda: MTPRecipe(taps=(-2,)).resolve(decoder("qwen3_4b")), "taps"),
+        (lambda: MTPRecipe(block_len=0).resolve(decoder("qwen3_4b")), "block_len"),
         (
-            lambda: DrafterRecipe(taps=(1,), mask_token=3, warm_start_sequences=4).resolve(
+            lambda: DSparkRecipe(taps=(1,), mask_token=3, warm_start_sequences=4).resolve(
                 decoder("qwen3_4b")
             ),
             "head norms",
@@ -122,8 +161,12 @@ def test_impossible_settings_are_refused(build, message):
         build()
 
 
+def test_mtp_reads_the_targets_last_layer():
+    assert MTPRecipe().resolve(decoder("qwen3_4b")).taps == (35,)
+
+
 def test_json_tells_variants_apart():
-    assert as_json(DrafterRecipe(taps=(1,), mask_token=3, head=Gated(rank=4)))["head"] == {
+    assert as_json(DSparkRecipe(taps=(1,), mask_token=3, head=Gated(rank=4)))["head"] == {
         "type": "Gated",
         "rank": 4,
     }

@@ -37,7 +37,12 @@ def test_steps_on_fc_are_steps_on_standardised_features():
         )
 
     def optimizer(scale_X):
-        return make_optimizer(OptimizerConfig(learning_rate=1e-2), steps=STEPS, feature_scale=scale_X)
+        return make_optimizer(
+            OptimizerConfig(learning_rate=1e-2),
+            steps=STEPS,
+            feature_kernel=tiny.drafter.feature_kernel,
+            feature_scale=scale_X,
+        )
 
     @jax.jit
     def step(scale_X, state: TrainState, batch: TrainBatch) -> TrainState:

@@ -14,7 +14,8 @@ from dspark_jax.engine.engine import EngineConfig
 from dspark_jax.engine.load import make_engine
 from dspark_jax.engine.requests import Request, SamplingOptions
 from dspark_jax.training import loop
-from dspark_jax.training.config import DrafterRecipe, LossConfig, MeshConfig, OptimizerConfig
+from dspark_jax.training.config import LossConfig, MeshConfig, OptimizerConfig
+from dspark_jax.training.recipes import DrafterRecipe, DSparkRecipe, Eagle3Recipe, MTPRecipe
 
 G, ROUNDS = 4, 6
 PROMPT = [11, 7, 29, 3, 18]
@@ -27,20 +28,27 @@ def decode(engine) -> Request:
     return next(iter(engine.run([request])))
 
 
+RECIPES = {
+    "dflash": DSparkRecipe(
+        taps=(-1, 1), mask_token=39, num_layers=1, block_len=G, head=None, confidence=None
+    ),
+    "eagle3": Eagle3Recipe(taps=(-1, 1), block_len=G),
+    "mtp": MTPRecipe(block_len=G),
+}
+
+
 @pytest.fixture
 def train_on_its_own_words(make_config, on_devices, tmp_path):
     """Greedy words of a target -> (the drafter that learnt them, last metrics)."""
 
-    def run(response: list[int]):
+    def run(recipe: DrafterRecipe, response: list[int]):
         record = {"id": "one", "domain": "test", "prompt_ids": PROMPT, "response_ids": response}
         (tmp_path / "one.jsonl").write_text(json.dumps(record) + "\n")
         rows = []
         on_devices(1)
         config = make_config(
             tmp_path / "run",
-            drafter=DrafterRecipe(
-                taps=(-1, 1), mask_token=39, num_layers=1, block_len=G, head=None, confidence=None
-            ),
+            drafter=recipe,
             responses=(tmp_path / "one.jsonl",),
             data=DataConfig(batch_size=1, max_length=len(PROMPT) + NEW_TOKENS, num_anchors=NEW_TOKENS),
             steps=200,
@@ -56,7 +64,10 @@ def train_on_its_own_words(make_config, on_devices, tmp_path):
     return run
 
 
-def test_a_record_learnt_by_heart_is_accepted_whole_in_every_round(target_directory, train_on_its_own_words):
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_record_learnt_by_heart_is_accepted_whole_in_every_round(
+    target_directory, train_on_its_own_words, name
+):
     target = load_target(target_directory)
     engine = EngineConfig(max_context=64, smallest_prefill=8)
     plain = decode(make_engine(target, None, engine))
@@ -66,7 +77,7 @@ def test_a_record_learnt_by_heart_is_accepted_whole_in_every_round(target_direct
         followers[token].add(follower)
     assert sum(len(after) > 1 for after in followers.values()) >= 4
 
-    drafter, metrics = train_on_its_own_words(plain.emitted)
+    drafter, metrics = train_on_its_own_words(RECIPES[name], plain.emitted)
     assert metrics["ce"] < 0.05, metrics
     speculative = decode(make_engine(target, drafter, engine))
     assert speculative.emitted == plain.emitted

@@ -18,10 +18,11 @@ from dspark_jax.core.errors import InputError
 from dspark_jax.data.pipeline import DataConfig
 from dspark_jax.data.sources import is_held_out
 from dspark_jax.drafters.config import Gated
-from dspark_jax.testing.tiny import TinyDrafter, tiny_drafter, tiny_target
+from dspark_jax.testing.tiny import DRAFTERS, TinyDrafter, tiny_drafter, tiny_target
 from dspark_jax.training import loop
 from dspark_jax.training.config import MeshConfig
 from dspark_jax.training.inputs import read_inputs
+from dspark_jax.training.recipes import Eagle3Recipe, MTPRecipe
 
 # One batch holds every record with all of its anchors, so that its loss does not depend on the order.
 EVERYTHING = DataConfig(batch_size=20, max_length=30, num_anchors=28)
@@ -91,6 +92,20 @@ def test_a_given_drafter_keeps_its_own_vocabulary(make_config, tmp_path):
     inputs = read_inputs(make_config(tmp_path, init_from=tmp_path / "given"))  # another block length is fine
     np.testing.assert_array_equal(inputs.vocabulary_np, vocabulary_np)
     assert not np.array_equal(read_inputs(make_config(tmp_path)).vocabulary_np, vocabulary_np)
+
+
+def test_another_block_length_is_fine_only_where_no_parameter_depends_on_it(make_config, tmp_path):
+    recipes = {"eagle3": Eagle3Recipe(taps=(-1, 0, 1)), "mtp-3": MTPRecipe(taps=(-1, 1), block_len=4)}
+    given = {name: tiny_drafter(TARGET, **DRAFTERS[name] | {"taps": recipes[name].taps}) for name in recipes}
+    for name, tiny in given.items():
+        save(tiny, tmp_path / name, None)
+
+    def read(name: str):
+        return read_inputs(make_config(tmp_path, drafter=recipes[name], init_from=tmp_path / name))
+
+    assert read("eagle3").drafter.config.block_len == 7
+    with pytest.raises(InputError, match=r"'block_len': 3.*'block_len': 4"):
+        read("mtp-3")
 
 
 @pytest.fixture

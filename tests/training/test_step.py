@@ -19,16 +19,25 @@ from dspark_jax.core.sharding import make_mesh, replicated
 from dspark_jax.data.anchors import sample_anchors
 from dspark_jax.drafters.config import RNN
 from dspark_jax.drafters.contract import SharedWeights
-from dspark_jax.drafters.dspark import DSpark
+from dspark_jax.drafters.registry import make_drafter
 from dspark_jax.targets.decoder import embedding_table, lm_head_kernel
 from dspark_jax.testing.tiny import randomised
-from dspark_jax.training.config import DrafterRecipe, LossConfig, OptimizerConfig
+from dspark_jax.training.config import LossConfig, OptimizerConfig, PerToken
 from dspark_jax.training.features import target_features
 from dspark_jax.training.optimizer import make_optimizer, with_unit_features
+from dspark_jax.training.recipes import DrafterRecipe, DSparkRecipe, Eagle3Recipe, MTPRecipe
 from dspark_jax.training.state import Frozen, TrainBatch, TrainState, batch_shardings, state_shardings
 from dspark_jax.training.step import train_step
 
-RECIPE = DrafterRecipe(taps=(-1, 1), mask_token=39, num_layers=1, block_len=3, head=RNN(rank=4))
+RECIPE = DSparkRecipe(taps=(-1, 1), mask_token=39, num_layers=1, block_len=3, head=RNN(rank=4))
+LOSS = LossConfig(kl=0.1, chunk=4)
+OTHERS = {
+    "eagle3": (
+        Eagle3Recipe(taps=(-1, 1), block_len=3),
+        LossConfig(kl=1.0, decay_len=1e9, chunk=4, normaliser=PerToken()),  # every row weighs the same
+    ),
+    "mtp": (MTPRecipe(block_len=3), LOSS),
+}
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
 B, T, A = 16, 20, 3
 
@@ -36,28 +45,40 @@ B, T, A = 16, 20, 3
 class Trainer:
     """A compiled step on one mesh; its optimiser keeps the gradient of the last step."""
 
-    def __init__(self, directory, *, microbatches: int = 1, **axes: int):
+    def __init__(
+        self,
+        directory,
+        *,
+        recipe: DrafterRecipe = RECIPE,
+        loss: LossConfig = LOSS,
+        microbatches: int = 1,
+        **axes: int,
+    ):
         self.mesh = make_mesh(**axes, devices=jax.devices() if axes else jax.devices()[:1])
         target = load_target(directory, mesh=self.mesh)
-        self.drafter = DSpark(RECIPE.resolve(target.config))
-        shared = SharedWeights.cut(embedding_table(target.params), lm_head_kernel(target.params), None)
+        self.drafter = make_drafter(recipe.resolve(target.config))
+        taps = self.drafter.config.taps
+        shared = SharedWeights.cut(
+            embedding_table(target.params), lm_head_kernel(target.params), None, target.config.scaling
+        )
         self.frozen = Frozen(target_params=target.params, shared=shared)
         keep_gradient = optax.chain(optax.trace(0.0), optax.scale(-0.01))
-        self.optimizer = with_unit_features(keep_gradient, jnp.ones(len(RECIPE.taps) * 16))
+        self.optimizer = keep_gradient
+        if self.drafter.feature_kernel is not None:
+            ones_X = jnp.ones(len(taps) * 16)
+            self.optimizer = with_unit_features(keep_gradient, self.drafter.feature_kernel, ones_X)
         shapes = jax.eval_shape(self.drafter.init, jax.random.key(0))
         params = randomised(shapes, seed=1)
         self._start = TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params))
         self.shardings = state_shardings(self._start, self.drafter, self.mesh)
-        self.forward = functools.partial(
-            target_features, config=target.config, taps=RECIPE.taps, dtype="float32"
-        )
+        self.forward = functools.partial(target_features, config=target.config, taps=taps, dtype="float32")
         self.step = jax.jit(
             functools.partial(
                 train_step,
                 drafter=self.drafter,
                 optimizer=self.optimizer,
                 target=target.config,
-                loss=LossConfig(kl=0.1, chunk=4),
+                loss=loss,
                 microbatches=microbatches,
             ),
             donate_argnums=0,
@@ -121,6 +142,19 @@ def test_loss_and_gradients_do_not_depend_on_devices_or_microbatches(
     assert_same(Trainer(target_directory, microbatches=microbatches, **axes)(make_batch()), expected)
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_neither_do_those_of_other_drafters(target_directory, name):
+    recipe, loss = OTHERS[name]
+    settings = {"recipe": recipe, "loss": loss}
+    metrics, gradients = Trainer(target_directory, **settings)(make_batch())
+    assert all(g.any() for g in jax.tree.leaves(gradients)), "parameters that this comparison would not see"
+    divided = Trainer(target_directory, **settings, microbatches=4, data=2, fsdp=2, tensor=2)
+    assert_same(divided(make_batch()), (metrics, gradients))
+    if name == "eagle3":
+        per_row = 0.1 * metrics["ce"] + 0.9 * metrics["tv"] + metrics["kl"]
+        assert math.isclose(metrics["loss"], per_row * metrics["rows"] / (B * T), rel_tol=1e-5)
+
+
 def test_everything_is_sharded_and_a_second_step_compiles_nothing(target_directory, expected):
     trainer = Trainer(target_directory, **CUBE)
     batch = trainer.put(make_batch())
@@ -149,7 +183,12 @@ def test_everything_is_sharded_and_a_second_step_compiles_nothing(target_directo
 @pytest.mark.parametrize("orthogonalise", [False, True])
 def test_moments_of_the_real_optimisers_are_sharded_like_their_parameters(trainer, orthogonalise):
     config = OptimizerConfig(orthogonalise=orthogonalise)
-    optimizer = make_optimizer(config, steps=10, feature_scale=jnp.ones(len(RECIPE.taps) * 16))
+    optimizer = make_optimizer(
+        config,
+        steps=10,
+        feature_kernel=trainer.drafter.feature_kernel,
+        feature_scale=jnp.ones(len(RECIPE.taps) * 16),
+    )
 
     def fresh(params) -> TrainState:
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))

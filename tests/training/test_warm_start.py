@@ -13,7 +13,7 @@ import pytest
 from dspark_jax.drafters.config import DSparkConfig, Markov
 from dspark_jax.drafters.contract import SharedWeights
 from dspark_jax.drafters.dspark import DSpark
-from dspark_jax.nn.config import BlockConfig
+from dspark_jax.nn.config import BlockConfig, TokenScaling
 from dspark_jax.nn.rope import DefaultRope, LinearRope, apply_rope, rope_angles
 from dspark_jax.training.config import LossConfig
 from dspark_jax.training.features import TargetFeatures
@@ -96,7 +96,7 @@ def test_starts_far_above_chance():
         keep_BA=jnp.ones(anchors.shape, bool),
         target=TargetFeatures(jnp.asarray(features[16:]), jnp.asarray(hidden[16:]), logz[16:]),
     )
-    shared = SharedWeights.cut(jnp.asarray(embedding), jnp.asarray(head), None)
+    shared = SharedWeights.cut(jnp.asarray(embedding), jnp.asarray(head), None, TokenScaling())
 
     def first_slot_acceptance(params):
         params = jax.tree.map(jnp.asarray, params)
