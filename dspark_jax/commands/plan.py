@@ -1,0 +1,172 @@
+"""`dspark plan`: will a run fit a pod, and what will bound it, answered by the TPU compiler without a TPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+from dspark_jax.checkpoints.targets import open_source
+from dspark_jax.core.errors import InputError
+from dspark_jax.core.files import atomic_write
+from dspark_jax.core.sharding import make_mesh
+from dspark_jax.core.topology import tpu_devices
+from dspark_jax.targets.config import DecoderConfig
+from dspark_jax.targets.families import decoder_config_from_hf, text_config
+from dspark_jax.training.config import MeshConfig, TrainConfig
+from dspark_jax.training.plan import DEVICE_KINDS, DeviceKind, StepPlan, plan_step
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Compile the training step of a recipe for a TPU topology and print what it needs. Nothing is run."""
+
+    recipe: Path
+    """Recipe, such as configs/dspark.py."""
+    target: str
+    """Target of the recipe, as `train.py --target` takes it."""
+    topology: str
+    """TPU topology, such as v5e:4x4, v5p:2x2x2, v6e:4x4 or tpu7x:2x2x1."""
+    target_config: Path | None = None
+    """config.json of the target; by default the target's checkpoint is asked."""
+    mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(data=1, fsdp=-1))
+    """Devices per mesh axis."""
+    batch_size: int | None = None
+    """Sequences per step; default: the recipe's."""
+    max_length: int | None = None
+    """Tokens per sequence; default: the recipe's."""
+    microbatches: int | None = None
+    """Parts of the batch run one after the other; default: the recipe's."""
+    feature_store: bool = False
+    """Features come from a store instead of the target running online."""
+    search: bool = False
+    """Also search for the fewest microbatches that fit, by halving their number."""
+    efficiency: float = 0.4
+    """Share of the roofline that tokens/s is stated at."""
+    json: Path | None = None
+    """Also write the figures here."""
+
+    def __post_init__(self):
+        if not 0 < self.efficiency <= 1:
+            raise InputError(
+                given=f"efficiency={self.efficiency}", expected="a share in (0, 1]", fix="correct it"
+            )
+
+
+def run(config: Plan) -> None:
+    """Compiles, prints the table and the advice, and writes the JSON file."""
+    run_config, target = _resolve(config)
+    devices = tpu_devices(config.topology)
+    kind = _device_kind(config.topology)
+    mesh = make_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor, devices=devices)
+    plan = plan_step(run_config, target, mesh)
+    if config.search:
+        while plan.fits and run_config.microbatches > 1:
+            fewer = dataclasses.replace(run_config, microbatches=run_config.microbatches // 2)
+            if fewer.data.batch_size % fewer.microbatches:
+                break
+            tried = plan_step(fewer, target, mesh)
+            if not tried.fits:
+                break
+            run_config, plan = fewer, tried
+    print(report(plan, run_config, kind, config, len(devices)))
+    if config.json:
+        content = {
+            "config": json.loads(json.dumps(dataclasses.asdict(config), default=str)),
+            "devices": len(devices),
+            "microbatches": run_config.microbatches,
+            **dataclasses.asdict(plan),
+            "roofline_s": plan.roofline_s(kind, len(devices)),
+        }
+        with atomic_write(config.json, "w") as file:
+            json.dump(content, file, indent=2)
+
+
+def report(plan: StepPlan, run_config: TrainConfig, kind: DeviceKind, config: Plan, devices: int) -> str:
+    """The table for a terminal."""
+    lines = [
+        f"{config.recipe} --target {config.target} on {config.topology}: {devices} devices of "
+        f"{kind.hbm_gib:g} GiB, batch {run_config.data.batch_size} x {run_config.data.max_length} in "
+        f"{run_config.microbatches} microbatches",
+        "",
+        "fits" if plan.fits else f"DOES NOT FIT: {plan.refusal}",
+        "",
+        "per device",
+    ]
+    memory = {
+        "target, embedding, LM head": plan.target_bytes,
+        "parameters": plan.parameter_bytes,
+        "optimiser": plan.optimizer_bytes,
+        "batch": plan.batch_bytes,
+        "activations and temporaries": plan.temporary_bytes,
+        "all together": plan.total_bytes,
+    }
+    lines += [f"  {name:28s}{_gib(size)}" for name, size in memory.items()]
+    lines += ["", "collectives (one inside a loop counts once)"]
+    lines += [
+        f"  {name:20s}{found.count:5d} x, {found.total_bytes / 2**20:10.1f} MiB, largest "
+        f"{found.largest_bytes / 2**20:.1f} MiB"
+        for name, found in plan.collectives.items()
+    ] or ["  none"]
+    times = plan.roofline_s(kind, devices)
+    bound = max(times, key=times.__getitem__)
+    step_s = times[bound] / config.efficiency
+    lines += [
+        "",
+        f"{plan.flops / 1e12:.1f} TFLOP and at most {plan.traffic_bytes / 1e12:.2f} TB of operands per step",
+        "roofline: " + ", ".join(f"{name} {1000 * time:.1f} ms" for name, time in times.items()),
+        f"bound by {bound}; at {config.efficiency:.0%} of it {plan.tokens / step_s:,.0f} tokens/s",
+        *advice(plan, run_config, devices),
+    ]
+    return "\n".join(lines)
+
+
+def advice(plan: StepPlan, run_config: TrainConfig, devices: int) -> list[str]:
+    """Flags that would help, where the plan shows that they would."""
+    hints = []
+    rows = run_config.data.batch_size // run_config.microbatches
+    if not plan.fits and rows > 1:
+        hints.append(
+            f"hint: raise --microbatches above {run_config.microbatches}: {rows} sequences run at once"
+        )
+    if not plan.fits and plan.target_bytes > plan.parameter_bytes + plan.optimizer_bytes:
+        hints.append("hint: the target takes the most: raise --mesh.tensor or --mesh.fsdp to spread it")
+    if rows % devices and rows < devices:
+        hints.append(
+            f"hint: {rows} sequences at once leave some of {devices} devices idle: lower --microbatches"
+        )
+    return hints
+
+
+def _resolve(config: Plan) -> tuple[TrainConfig, DecoderConfig]:
+    run_config: TrainConfig = runpy.run_path(str(config.recipe))["get_config"](target=config.target)
+    changes: dict[str, Any] = {
+        name: getattr(config, name) for name in ("batch_size", "max_length") if getattr(config, name)
+    }
+    run_config = dataclasses.replace(
+        run_config,
+        data=dataclasses.replace(run_config.data, **changes),
+        microbatches=config.microbatches or run_config.microbatches,
+        mesh=config.mesh,
+        feature_store=Path("store") if config.feature_store else None,
+    )
+    if config.target_config is None:
+        return run_config, decoder_config_from_hf(open_source(run_config.target).config)
+    return run_config, decoder_config_from_hf(text_config(json.loads(config.target_config.read_text())))
+
+
+def _device_kind(topology: str) -> DeviceKind:
+    name = topology.partition(":")[0]
+    if name not in DEVICE_KINDS:
+        raise InputError(
+            given=f"topology {topology!r}", expected=f"one of {sorted(DEVICE_KINDS)}", fix="correct the name"
+        )
+    return DEVICE_KINDS[name]
+
+
+def _gib(size: int | None) -> str:
+    return "  unknown" if size is None else f"{size / GIB:8.2f} GiB"

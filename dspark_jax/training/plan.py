@@ -1,0 +1,200 @@
+"""What a training step needs on machines that are not at hand: compiled for their devices, never run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from dspark_jax.core.program_costs import Collective, MatmulCost, collectives, device_bytes, matmul_cost
+from dspark_jax.core.sharding import param_sharding, replicated
+from dspark_jax.drafters.contract import SharedWeights
+from dspark_jax.drafters.registry import make_drafter
+from dspark_jax.targets.config import DecoderConfig
+from dspark_jax.targets.decoder import Decoder
+from dspark_jax.training.config import TrainConfig
+from dspark_jax.training.initial import fresh_state, unit_scale
+from dspark_jax.training.optimizer import make_optimizer
+from dspark_jax.training.state import Frozen, TrainBatch, batch_shardings, state_shardings
+from dspark_jax.training.step import bind_step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceKind:
+    """Peak figures of one accelerator, as its maker publishes them."""
+
+    bf16_tflops: float
+    hbm_gib: float
+    hbm_gb_per_s: float
+    link_gb_per_s: float
+    """All links of a chip together."""
+
+
+DEVICE_KINDS = {
+    "v4": DeviceKind(bf16_tflops=275, hbm_gib=32, hbm_gb_per_s=1228, link_gb_per_s=300),
+    "v5e": DeviceKind(bf16_tflops=197, hbm_gib=16, hbm_gb_per_s=819, link_gb_per_s=200),
+    "v5p": DeviceKind(bf16_tflops=459, hbm_gib=95, hbm_gb_per_s=2765, link_gb_per_s=600),
+    "v6e": DeviceKind(bf16_tflops=918, hbm_gib=32, hbm_gb_per_s=1640, link_gb_per_s=448),
+    # A device is half a chip here.
+    "tpu7x": DeviceKind(bf16_tflops=1153, hbm_gib=96, hbm_gb_per_s=3690, link_gb_per_s=600),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """What one optimiser step needs; bytes are per device."""
+
+    fits: bool
+    refusal: str
+    """The compiler's words where the step does not fit, else empty."""
+    target_bytes: int
+    """Frozen weights: target, embedding and LM head."""
+    parameter_bytes: int
+    """The drafter's float32 parameters."""
+    optimizer_bytes: int
+    batch_bytes: int
+    temporary_bytes: int | None
+    """Activations, gradients and everything else that lives within a step."""
+    total_bytes: int | None
+    collectives: dict[str, Collective]
+    flops: float
+    """Matrix products of the whole step, over all devices."""
+    traffic_bytes: float
+    """Their operands and results, over all devices: an upper bound."""
+    tokens: int
+    """Tokens of a step, padding included."""
+
+    def roofline_s(self, kind: DeviceKind, devices: int) -> dict[str, float]:
+        """Seconds of a step if each resource alone were the limit; traffic within loops is counted, but
+        collectives within loops are counted once.
+        """
+        link_bytes = sum(found.total_bytes for found in self.collectives.values())
+        return {
+            "arithmetic": self.flops / devices / (kind.bf16_tflops * 1e12),
+            "memory": self.traffic_bytes / devices / (kind.hbm_gb_per_s * 1e9),
+            "links": link_bytes / (kind.link_gb_per_s * 1e9),
+        }
+
+
+def plan_step(config: TrainConfig, target: DecoderConfig, mesh: Mesh) -> StepPlan:
+    """Compiles the run's real step for the mesh's devices.
+
+    Args:
+      config: the run; `feature_store` decides whether the target runs online.
+      target: dimensions of the target.
+      mesh: devices, real or of a topology.
+    """
+    step, arguments = abstract_step(config, target, mesh)
+    state, batch, frozen = arguments
+    cost: MatmulCost = matmul_cost(jax.make_jaxpr(step)(*arguments))
+    known: dict[str, Any] = {
+        "target_bytes": device_bytes(frozen),
+        "parameter_bytes": device_bytes(state.params),
+        "optimizer_bytes": device_bytes(state.opt_state),
+        "batch_bytes": device_bytes(batch),
+        "flops": cost.flops,
+        "traffic_bytes": cost.traffic_bytes,
+        "tokens": config.data.batch_size * config.data.max_length,
+    }
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    program = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+    try:
+        compiled = program.lower(*arguments).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return StepPlan(
+            fits=False,
+            refusal=_first_sentence(str(error)),
+            temporary_bytes=None,
+            total_bytes=None,
+            collectives={},
+            **known,
+        )
+    memory: Any = compiled.memory_analysis()
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return StepPlan(
+        fits=True,
+        refusal="",
+        temporary_bytes=memory.temp_size_in_bytes,
+        total_bytes=kept + memory.temp_size_in_bytes,
+        collectives=collectives(compiled),
+        **known,
+    )
+
+
+def abstract_step(config: TrainConfig, target: DecoderConfig, mesh: Mesh) -> tuple[Any, tuple]:
+    """The step of a run and its arguments (state, batch, frozen) as sharded shapes without data."""
+    drafter = make_drafter(config.drafter.resolve(target), jnp.dtype(config.dtype))
+    scale = unit_scale(drafter)
+    optimizer = make_optimizer(
+        config.optimizer, steps=config.steps, feature_kernel=drafter.feature_kernel, feature_scale=scale
+    )
+    fresh = functools.partial(
+        fresh_state, None, config=config, drafter=drafter, optimizer=optimizer, scale=scale
+    )
+    state = jax.eval_shape(fresh)
+    state = _placed(state, state_shardings(state, drafter, mesh))
+
+    B, T, A = config.data.batch_size, config.data.max_length, config.data.num_anchors
+    batch = {
+        "tokens_BT": jax.ShapeDtypeStruct((B, T), np.int32),
+        "loss_mask_BT": jax.ShapeDtypeStruct((B, T), np.bool_),
+        "anchors_BA": jax.ShapeDtypeStruct((B, A), np.int32),
+        "keep_BA": jax.ShapeDtypeStruct((B, A), np.bool_),
+    }
+    if config.feature_store is not None:
+        width, taps = target.block.width, len(drafter.config.taps)
+        batch["features_BTCD"] = jax.ShapeDtypeStruct((B, T, taps, width), jnp.bfloat16)
+        batch["hidden_BTD"] = jax.ShapeDtypeStruct((B, T, width), jnp.bfloat16)
+        batch["logz_BT"] = jax.ShapeDtypeStruct((B, T), np.float32)
+    batch = TrainBatch.from_host(batch)
+    step = bind_step(config, drafter=drafter, optimizer=optimizer, target=target)
+    frozen = _abstract_frozen(config, target, mesh, drafter.config.vocab_size)
+    return step, (state, _placed(batch, batch_shardings(batch, mesh)), frozen)
+
+
+def _abstract_frozen(config: TrainConfig, target: DecoderConfig, mesh: Mesh, draft_vocab: int) -> Frozen:
+    dtype = jnp.dtype(config.dtype)
+    boxed = jax.eval_shape(Decoder(target).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+
+    def place(box: nn.Partitioned) -> jax.ShapeDtypeStruct:
+        shape = box.value.shape
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=param_sharding(mesh, tuple(box.names), shape))
+
+    params = jax.tree.map(place, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+    V, D = target.vocab_size, target.block.width
+
+    def shared(axes: tuple[str, ...], shape: tuple[int, ...]) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=param_sharding(mesh, axes, shape))
+
+    reduced = draft_vocab != V
+    return Frozen(
+        target_params=None if config.feature_store is not None else params,
+        shared=SharedWeights(
+            embedding_VD=shared(("vocab", "embed"), (V, D)),
+            head_DV=shared(("embed", "vocab"), (D, draft_vocab)),
+            draft_to_target_V=(
+                jax.ShapeDtypeStruct((draft_vocab,), np.int32, sharding=replicated(mesh)) if reduced else None
+            ),  # type: ignore[arg-type]
+            scaling=target.scaling,
+        ),
+    )
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
+    )
+
+
+def _first_sentence(message: str) -> str:
+    found = re.search(r"RESOURCE_EXHAUSTED: (.*?)\.(?:\s|$)", message, re.DOTALL)
+    return found.group(1).strip() if found else message.splitlines()[0]

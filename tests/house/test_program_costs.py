@@ -1,0 +1,46 @@
+"""Costs of programs against counts by hand."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dspark_jax.core.program_costs import collectives, device_bytes, matmul_cost
+from dspark_jax.core.sharding import make_mesh
+
+X, W = jax.ShapeDtypeStruct((4, 8), jnp.float32), jax.ShapeDtypeStruct((8, 8), jnp.float32)
+ONE = 2 * 4 * 8 * 8
+
+
+@pytest.mark.parametrize(
+    ("function", "products"),
+    [
+        (lambda x, w: x @ w, 1),
+        (lambda x, w: jax.lax.scan(lambda x, _: (x @ w, None), x, length=5)[0], 5),
+        (lambda x, w: jax.jit(jax.checkpoint(lambda x: x @ w))(x), 1),
+        (lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x @ w), 2),
+        (lambda x, w: jax.grad(lambda x: jnp.sum(jnp.sin(x @ w)))(x), 2),
+        (lambda x, w: jax.lax.map(lambda row: row[None] @ w, x), 1),
+    ],
+    ids=["plain", "scan", "checkpoint", "cond", "grad", "map"],
+)
+def test_products_are_counted_as_often_as_they_run(function, products):
+    assert matmul_cost(jax.make_jaxpr(function)(X, W)).flops == products * ONE
+
+
+def test_traffic_by_hand():
+    cost = matmul_cost(jax.make_jaxpr(lambda x, w: x @ w)(X, W))
+    assert cost.traffic_bytes == 4 * (4 * 8 + 8 * 8 + 4 * 8)
+
+
+def test_collectives_and_bytes_of_a_sharded_program():
+    mesh = make_mesh(tensor=-1)
+    devices = mesh.size
+    by_tensor = NamedSharding(mesh, PartitionSpec(None, "tensor"))
+    x = jax.ShapeDtypeStruct((4, 8 * devices), jnp.float32, sharding=by_tensor)
+    compiled = jax.jit(lambda x: x.sum(1)).lower(x).compile()
+    (found,) = collectives(compiled).items()
+    assert found[0] == "all-reduce" and found[1].count == 1 and found[1].total_bytes == 4 * 4
+    assert device_bytes({"x": x, "y": jax.ShapeDtypeStruct((3,), jnp.bfloat16)}) == 4 * 8 * 4 + 6
