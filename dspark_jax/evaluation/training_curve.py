@@ -101,8 +101,8 @@ def plot_training(curves: Sequence[TrainingCurve], path: Path) -> None:
         for axes, curve in zip(accept_axes, curves, strict=True):
             which = f", {curve.name}" if len(curves) > 1 else ""
             axes.set_title(f"Acceptance by position in the block{which}")
+            axes.set_ylim(0, 1.05 * top)  # labels are placed by it
             _draw_acceptance(axes, curve)
-            axes.set_ylim(0, 1.05 * top)
         for axes in (tau_axes, *accept_axes):
             axes.set_xlabel("predictions seen")
             axes.set_xlim(0, max(curve.predictions_np[-1] for curve in curves))
