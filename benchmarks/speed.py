@@ -31,7 +31,7 @@ from dspark_jax.engine.load import SHIPPED
 from dspark_jax.engine.requests import Request, SamplingOptions
 from dspark_jax.engine.state import Weights
 from dspark_jax.evaluation.accepted_length import accepted_length
-from dspark_jax.evaluation.provenance import provenance
+from dspark_jax.evaluation.provenance import plain_settings, provenance
 from dspark_jax.evaluation.round_stages import RoundStages, take_round_apart
 from dspark_jax.evaluation.runner import rounds_of
 from dspark_jax.speculation.verify_length import FixedLength, FullBlock
@@ -197,8 +197,13 @@ def main(config: Speed) -> None:
     about = provenance()
     show(about, figures, round_ms, config)
     if config.json:
-        settings = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-        report = {**about, "config": settings, "block_len": block_len, "race": figures, "round_ms": round_ms}
+        report = {
+            **about,
+            "config": plain_settings(config),
+            "block_len": block_len,
+            "race": figures,
+            "round_ms": round_ms,
+        }
         with atomic_write(config.json, "w") as file:
             json.dump(report, file, indent=2)
 

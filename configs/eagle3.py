@@ -11,13 +11,9 @@ Last run: never run here.
 
 from __future__ import annotations
 
-import math
-
-from dspark_jax.training.config import LossConfig, PerToken, TrainConfig
-from dspark_jax.training.paper import paper_target, run_on
+from dspark_jax.training.config import TrainConfig
+from dspark_jax.training.paper import EAGLE3_LOSS, paper_target, run_on
 from dspark_jax.training.recipes import Eagle3Recipe
-
-STEP_DECAY = 0.8
 
 
 def get_config(target: str) -> TrainConfig:
@@ -27,10 +23,7 @@ def get_config(target: str) -> TrainConfig:
       InputError: no recipe has that name.
     """
     chosen = paper_target(target)
-    loss = LossConfig(
-        ce=0.0, tv=0.0, kl=1.0, confidence=0.0, decay_len=-1 / math.log(STEP_DECAY), normaliser=PerToken()
-    )
     recipe = Eagle3Recipe(
         taps=chosen.taps, block_len=chosen.block_len, draft_vocab_size=chosen.draft_vocab_size
     )
-    return run_on(target, "eagle3", recipe, loss)
+    return run_on(target, "eagle3", recipe, EAGLE3_LOSS)

@@ -10,66 +10,25 @@ from typing import Any
 import numpy as np
 
 from dspark_jax.core.files import atomic_write
-from dspark_jax.data.sources import Prompt
-from dspark_jax.engine.engine import EngineConfig
-from dspark_jax.engine.load import SHIPPED, load_engine
 from dspark_jax.evaluation.accepted_length import CONFIDENCE_LEVEL, RESAMPLES, Acceptance, Estimate, summarise
-from dspark_jax.evaluation.prompts import choose_prompts, read_evaluation_prompts
-from dspark_jax.evaluation.provenance import provenance
+from dspark_jax.evaluation.held_out import HeldOutRun
+from dspark_jax.evaluation.provenance import plain_settings, provenance
 from dspark_jax.evaluation.runner import Measurement, measure
-from dspark_jax.speculation.verify_length import FullBlock
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Evaluate:
+class Evaluate(HeldOutRun):
     """Measure accepted length and acceptance per position over full blocks, per domain, with intervals."""
 
-    prompts: tuple[Path, ...]
-    """Prompt files (only their held-out prompts are used) or evaluation sets with lines {"turns": [...]}."""
     output: Path
     """Result file (JSON)."""
-    target: str = "smollm2-135m"
-    """Target model: embedded name, .gguf file, Hugging Face directory or hub id."""
-    drafter: str = SHIPPED
-    """Drafter directory, "shipped", or "none" for the speed of plain decoding."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """Sampling temperatures; 0 is greedy."""
-    num_prompts_per_domain: int = 32
-    """Prompts of every domain, always the same ones."""
-    max_new_tokens: int = 128
-    """Longest answer."""
-    max_prompt_tokens: int = 256
-    """Longer prompts are left out."""
-    slots: int = 16
-    """Requests decoded at the same time."""
-    seed: int = 0
-    """Decides the draws at temperatures above 0, and the bootstrap."""
-    dtype: str = "float32"
-    """dtype in which the models run."""
-    self_check: bool = True
-    """Try whether the drafter fits the target, and stop if it does not."""
 
 
 def run(config: Evaluate) -> None:
     """Decodes the prompts at every temperature, prints a table and writes the result file."""
-    candidates = read_evaluation_prompts(config.prompts)
-    loaded = load_engine(
-        target=config.target,
-        drafter=config.drafter,
-        config=EngineConfig(
-            slots=config.slots,
-            max_context=config.max_prompt_tokens + config.max_new_tokens,
-            policy=FullBlock(),
-            dtype=config.dtype,
-        ),
-        check=config.self_check,
-    )
-
-    def fits(prompt: Prompt) -> bool:
-        tokens = loaded.chat.render_prompt([{"role": "user", "content": prompt.text}])
-        return len(tokens) <= config.max_prompt_tokens
-
-    prompts = choose_prompts(candidates, config.num_prompts_per_domain, fits)
+    loaded, prompts = config.load()
     results = []
     for temperature in config.temperatures:
         measured = measure(
@@ -80,7 +39,7 @@ def run(config: Evaluate) -> None:
         results.append(_result(temperature, measured, acceptance))
     report = {
         **provenance(),
-        "config": json.loads(json.dumps(dataclasses.asdict(config), default=str)),
+        "config": plain_settings(config),
         "target_identity": loaded.target.identity,
         "block_len": loaded.engine.models.block_len,
         "interval": {

@@ -13,6 +13,7 @@ from dspark_jax.core.errors import InputError
 from dspark_jax.core.files import atomic_write
 from dspark_jax.core.sharding import make_mesh
 from dspark_jax.core.topology import tpu_devices
+from dspark_jax.evaluation.provenance import plain_settings
 from dspark_jax.targets.config import DecoderConfig
 from dspark_jax.targets.families import decoder_config_from_hf, text_config
 from dspark_jax.training.config import MeshConfig, TrainConfig
@@ -76,7 +77,7 @@ def run(config: Plan) -> None:
     print(report(plan, run_config, kind, config, len(devices)))
     if config.json:
         content = {
-            "config": json.loads(json.dumps(dataclasses.asdict(config), default=str)),
+            "config": plain_settings(config),
             "devices": len(devices),
             "microbatches": run_config.microbatches,
             **dataclasses.asdict(plan),

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import grain
 import numpy as np
@@ -128,14 +129,13 @@ def training_batches(
     def collate(rows) -> dict[str, np.ndarray]:
         return _collate(rows, config.max_length)
 
-    records = _endless(source, config)
+    index = _index(source)
+    records = _endless(source, index.domains, config)
     # Anchors before the division among processes: their random stream then follows the global row number.
     rows = records.random_map(with_anchors)[process_index::process_count]
     batches = rows.batch(config.batch_size // process_count, drop_remainder=True, batch_fn=collate)
 
-    is_store = isinstance(source, FeatureStore | DeepSpecCache)
-    lengths = source.lengths_tokens_np if is_store else [len(example.tokens_np) for example in source]
-    truncated = int(np.sum(np.asarray(lengths) > config.max_length))
+    truncated = int(np.sum(np.asarray(index.lengths_tokens) > config.max_length))
     if truncated:
         _log.warning(
             "%d of %d sequences are longer than %d tokens and are cut",
@@ -143,20 +143,29 @@ def training_batches(
             len(source),
             config.max_length,
         )
-    ids = source.ids if is_store else [example.id for example in source]
     return BatchIterator(
-        batches, config=config, fingerprint=_fingerprint(ids, config), truncated_examples=truncated
+        batches, config=config, fingerprint=_fingerprint(index.ids, config), truncated_examples=truncated
     )
 
 
-def _endless(
-    source: Sequence[Example] | FeatureStore | DeepSpecCache, config: DataConfig
-) -> grain.MapDataset:
+class _Index(NamedTuple):
+    """What is known of every record without reading its features."""
+
+    ids: Sequence[str]
+    domains: Sequence[str]
+    lengths_tokens: Sequence[int] | np.ndarray
+
+
+def _index(source: Sequence[Example] | FeatureStore | DeepSpecCache) -> _Index:
+    if isinstance(source, FeatureStore | DeepSpecCache):
+        return _Index(source.ids, source.domains, source.lengths_tokens_np)
+    return _Index(*zip(*((item.id, item.domain, len(item.tokens_np)) for item in source), strict=True))
+
+
+def _endless(source: Sequence, domains: Sequence[str], config: DataConfig) -> grain.MapDataset:
     """All records again and again, newly shuffled in every epoch."""
     if not config.balance_domains:
         return grain.MapDataset.source(source).seed(config.seed).shuffle().repeat()
-    is_store = isinstance(source, FeatureStore | DeepSpecCache)
-    domains = source.domains if is_store else [example.domain for example in source]
     rows = {domain: np.flatnonzero(np.asarray(domains) == domain) for domain in sorted(set(domains))}
     return grain.MapDataset.mix(
         [

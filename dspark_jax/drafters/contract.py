@@ -110,6 +110,13 @@ class TrainingRows:
     mask_BM: Array
     confidence_logits_BM: Array | None
 
+    def logits(self, shared: SharedWeights, *, dtype: DTypeLike) -> Array:
+        """Draft logits [B, M, V] of all rows at once, float32: for comparisons, not for training."""
+        logits_BMV = shared.unembed(self.hidden_BMD, dtype=dtype)
+        if self.latent_BMR is None or self.w2_RV is None:
+            return logits_BMV
+        return logits_BMV + self.latent_BMR @ self.w2_RV
+
 
 class DrafterDimensions(Protocol):
     """What trainer and engine read of a drafter's configuration (`config.py`)."""

@@ -123,9 +123,7 @@ def _right(
 ) -> Array:
     """Whether each slot's most likely token is the answer's [B, A, G]."""
     rows = drafter.training_rows(params, shared, features_BTCD=features_BTCD, **batch)
-    logits_BMV = shared.unembed(rows.hidden_BMD, dtype=drafter.dtype)
-    if rows.latent_BMR is not None and rows.w2_RV is not None:
-        logits_BMV = logits_BMV + rows.latent_BMR @ rows.w2_RV
+    logits_BMV = rows.logits(shared, dtype=drafter.dtype)
     right_BM = (shared.target_ids(logits_BMV.argmax(-1)) == rows.labels_BM) & rows.mask_BM
     return right_BM.reshape(*batch["anchors_BA"].shape, drafter.config.block_len)
 

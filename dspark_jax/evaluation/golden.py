@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,15 +29,11 @@ from dspark_jax.evaluation.golden_case import (
 )
 from dspark_jax.evaluation.golden_decoding import GreedyDecoder
 from dspark_jax.losses import EPSILON
-from dspark_jax.training.config import LossConfig, PerToken
+from dspark_jax.training.config import LossConfig
 from dspark_jax.training.features import TargetFeatures
+from dspark_jax.training.paper import EAGLE3_LOSS
 from dspark_jax.training.state import TrainBatch
 from dspark_jax.training.step import Sums, loss_sums
-
-EAGLE3_LOSS = LossConfig(
-    ce=0.0, tv=0.0, kl=1.0, confidence=0.0, decay_len=-1 / math.log(0.8), normaliser=PerToken()
-)
-"""The reference's loss for Eagle3: step s of the training-time test weighs 0.8^s."""
 
 
 def verify(directory: Path) -> list[Comparison]:
@@ -66,9 +61,7 @@ def check_blocks(case: GoldenCase) -> Iterator[Comparison]:
         anchors_BA=batch.anchors_BA,
         keep_BA=batch.keep_BA,
     )
-    logits_BMV = shared.unembed(rows.hidden_BMD, dtype=jnp.float32)
-    if rows.latent_BMR is not None:
-        logits_BMV = logits_BMV + rows.latent_BMR @ rows.w2_RV
+    logits_BMV = rows.logits(shared, dtype=jnp.float32)
     kept = np.broadcast_to(z["block_keep_mask"][..., None], z["target_ids"].shape)
     supervised = z["eval_mask"].astype(bool)
     compare = functools.partial(_rows, z)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 from pathlib import Path
@@ -29,6 +31,11 @@ def provenance() -> dict[str, Any]:
             **{package: importlib.metadata.version(package) for package in PACKAGES},
         },
     }
+
+
+def plain_settings(config: Any) -> dict[str, Any]:
+    """The settings of a command, a dataclass, as plain JSON; paths become text."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
 def _cpu_model() -> str:

@@ -17,7 +17,7 @@ from dspark_jax.nn.config import BlockConfig
 from dspark_jax.nn.layers import Linear, RMSNorm, unit_rms
 from dspark_jax.nn.rope import apply_rope
 
-# Finite, so that a row that sees nothing gives a uniform average instead of NaN.
+# Finite: a row that sees nothing gives a uniform average instead of NaN, and differences are numbers.
 MASKED = -1e30
 
 
@@ -82,9 +82,9 @@ def attend(q_BTNH: Array, keys_BKSH: Array, values_BKSH: Array, mask_BTS: Array)
     """
     B, T, N, H = q_BTNH.shape
     q_BKGTH = _grouped(q_BTNH, keys_BKSH.shape[1]).transpose(0, 2, 3, 1, 4)
-    scores = _product("bkgth,bksh->bkgts", q_BKGTH, keys_BKSH)
+    scores = product("bkgth,bksh->bkgts", q_BKGTH, keys_BKSH)
     weights = jax.nn.softmax(jnp.where(mask_BTS[:, None, None], scores, MASKED), axis=-1)
-    mixed = _product("bkgts,bksh->bkgth", weights, values_BKSH)
+    mixed = product("bkgts,bksh->bkgth", weights, values_BKSH)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
@@ -117,14 +117,14 @@ def attend_blocks(
     S = keys_BKSH.shape[2]
     q = _grouped(q_BAGNH, keys_BKSH.shape[1])
     dtype = keys_BKSH.dtype
-    context = _product("bagkrh,bksh->bkrags", q, keys_BKSH)
+    context = product("bagkrh,bksh->bkrags", q, keys_BKSH)
     context = jnp.where(mask_BAS[:, None, None, :, None], context, MASKED)
-    own = _product("bagkrh,bafkh->bkragf", q, own_keys_BAGKH.astype(dtype))
+    own = product("bagkrh,bafkh->bkragf", q, own_keys_BAGKH.astype(dtype))
     if own_mask_G is not None:
         own = jnp.where(own_mask_G, own, MASKED)
     weights = jax.nn.softmax(jnp.concatenate([context, own], axis=-1), axis=-1)
-    mixed = _product("bkrags,bksh->bagkrh", weights[..., :S], values_BKSH)
-    mixed += _product("bkragf,bafkh->bagkrh", weights[..., S:], own_values_BAGKH.astype(dtype))
+    mixed = product("bkrags,bksh->bagkrh", weights[..., :S], values_BKSH)
+    mixed += product("bkragf,bafkh->bagkrh", weights[..., S:], own_values_BAGKH.astype(dtype))
     return mixed.reshape(q_BAGNH.shape)
 
 
@@ -134,6 +134,6 @@ def _grouped(q: Array, num_kv_heads: int) -> Array:
     return q.reshape(*rows, num_kv_heads, N // num_kv_heads, H)
 
 
-def _product(equation: str, a: Array, b: Array) -> Array:
+def product(equation: str, a: Array, b: Array) -> Array:
     """einsum in the dtype of `b`, accumulated and returned in float32."""
     return jnp.einsum(equation, a.astype(b.dtype), b, preferred_element_type=jnp.float32)

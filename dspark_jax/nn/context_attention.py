@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dspark_jax.nn import context_kernel
-from dspark_jax.nn.context_kernel import LOWEST
+from dspark_jax.nn.attention import MASKED, product
 
 
 def context_attention(
@@ -110,20 +110,20 @@ def _plain_forward(tile: int, chunk: int, q, keys, values, low, high):
             highest, mass, mixed = carry
             scores = _scores(q_tile, _chunk(keys, c, chunk), low_tile, high_tile, c * chunk)
             new_highest = jnp.maximum(highest, scores.max(-1))
-            weights = jnp.where(scores > LOWEST, jnp.exp(scores - new_highest[..., None]), 0.0)
+            weights = jnp.where(scores > MASKED, jnp.exp(scores - new_highest[..., None]), 0.0)
             fade = jnp.exp(highest - new_highest)
-            mixed = mixed * fade[..., None] + _dot("bkrts,bksh->bkrth", weights, _chunk(values, c, chunk))
+            mixed = mixed * fade[..., None] + product("bkrts,bksh->bkrth", weights, _chunk(values, c, chunk))
             return new_highest, mass * fade + weights.sum(-1), mixed
 
         start = (
-            jnp.full((B, K, R, T), LOWEST),
+            jnp.full((B, K, R, T), MASKED),
             jnp.zeros((B, K, R, T)),
             jnp.zeros((B, K, R, T, H)),
         )
         highest, mass, mixed = _over_seen_chunks(fold, start, keys, chunk, low_tile, high_tile)
         seen = mass > 0
         mass = jnp.where(seen, mass, 1.0)
-        return mixed / mass[..., None], jnp.where(seen, highest + jnp.log(mass), LOWEST)
+        return mixed / mass[..., None], jnp.where(seen, highest + jnp.log(mass), MASKED)
 
     mixed, log_mass = jax.lax.map(one_tile, _tiles(tile, q, low, high))
     return _untile(mixed), _untile(log_mass)
@@ -139,12 +139,12 @@ def _plain_backward(tile: int, chunk: int, q, keys, values, low, high, log_mass,
             grad_q, grad_keys, grad_values = carry
             keys_c, values_c = _chunk(keys, c, chunk), _chunk(values, c, chunk)
             scores = _scores(q_tile, keys_c, low_tile, high_tile, c * chunk)
-            probs = jnp.where(scores > LOWEST, jnp.exp(scores - log_mass_tile[..., None]), 0.0)
-            grad_scores = probs * (_dot("bkrth,bksh->bkrts", grad_tile, values_c) + shift_tile[..., None])
-            grad_q = grad_q + _dot("bkrts,bksh->bkrth", grad_scores, keys_c)
-            grad_keys = _add(grad_keys, _dot("bkrts,bkrth->bksh", grad_scores, q_tile), c, chunk)
+            probs = jnp.where(scores > MASKED, jnp.exp(scores - log_mass_tile[..., None]), 0.0)
+            grad_scores = probs * (product("bkrth,bksh->bkrts", grad_tile, values_c) + shift_tile[..., None])
+            grad_q = grad_q + product("bkrts,bksh->bkrth", grad_scores, keys_c)
+            grad_keys = _add(grad_keys, product("bkrts,bkrth->bksh", grad_scores, q_tile), c, chunk)
             grad_values = _add(
-                grad_values, _dot("bkrts,bkrth->bksh", probs, grad_tile.astype(values.dtype)), c, chunk
+                grad_values, product("bkrts,bkrth->bksh", probs, grad_tile.astype(values.dtype)), c, chunk
             )
             return grad_q, grad_keys, grad_values
 
@@ -179,12 +179,7 @@ def _scores(q: Array, keys: Array, low_BT: Array, high_BT: Array, first: Array) 
     """[B, K, R, T, S] of one chunk that begins at position `first`; -1e30 outside a row's interval."""
     at_S = first + jnp.arange(keys.shape[2])
     sees_BTS = (at_S >= low_BT[..., None]) & (at_S < high_BT[..., None])
-    return jnp.where(sees_BTS[:, None, None], _dot("bkrth,bksh->bkrts", q, keys), LOWEST)
-
-
-def _dot(equation: str, a: Array, b: Array) -> Array:
-    """einsum in the dtype of `b`, accumulated and returned in float32."""
-    return jnp.einsum(equation, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
+    return jnp.where(sees_BTS[:, None, None], product("bkrth,bksh->bkrts", q, keys), MASKED)
 
 
 def _chunk(x: Array, c: Array, chunk: int) -> Array:

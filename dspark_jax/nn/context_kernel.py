@@ -15,8 +15,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-# Finite: the difference of two of them is a number. exp of it is 0.
-LOWEST = -1e30
+from dspark_jax.nn.attention import MASKED
 
 
 def forward(
@@ -179,7 +178,7 @@ def _scores(q_ref, keys_ref, low_ref, high_ref, c, chunk: int) -> Array:
     at = c * chunk + jax.lax.broadcasted_iota(jnp.int32, (T, chunk), 1)
     sees = (at >= low_ref[0]) & (at < high_ref[0])
     sees = jnp.broadcast_to(sees[None], (R, T, chunk)).reshape(R * T, chunk)
-    return jnp.where(sees, scores, LOWEST)
+    return jnp.where(sees, scores, MASKED)
 
 
 def _dot(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
@@ -197,14 +196,14 @@ def _forward_kernel(first, behind, *refs, tile, chunk, chunks_outside):
     @pl.when(pl.program_id(3) == 0)
     def _():
         mixed_ref[...] = jnp.zeros(shape, jnp.float32)
-        highest_ref[...] = jnp.full(highest_ref.shape, LOWEST, jnp.float32)
+        highest_ref[...] = jnp.full(highest_ref.shape, MASKED, jnp.float32)
         mass_ref[...] = jnp.zeros(mass_ref.shape, jnp.float32)
 
     @pl.when(needed)
     def _():
         scores = _scores(q_ref, keys_ref, low_ref, high_ref, c, chunk)
         highest = jnp.maximum(highest_ref[...], scores.max(-1, keepdims=True))
-        weights = jnp.where(scores > LOWEST, jnp.exp(scores - highest), 0.0)
+        weights = jnp.where(scores > MASKED, jnp.exp(scores - highest), 0.0)
         fade = jnp.exp(highest_ref[...] - highest)
         highest_ref[...] = highest
         mass_ref[...] = mass_ref[...] * fade + weights.sum(-1, keepdims=True)
@@ -216,7 +215,7 @@ def _forward_kernel(first, behind, *refs, tile, chunk, chunks_outside):
         seen = mass_ref[...] > 0
         mass = jnp.where(seen, mass_ref[...], 1.0)
         mixed_ref[...] = (_flat(mixed_ref) / mass).reshape(shape)
-        log_mass = jnp.where(seen, highest_ref[...] + jnp.log(mass), LOWEST)
+        log_mass = jnp.where(seen, highest_ref[...] + jnp.log(mass), MASKED)
         log_mass_ref[...] = log_mass.reshape(log_mass_ref.shape)
 
 
@@ -224,7 +223,7 @@ def _score_gradients(refs, c, chunk: int) -> tuple[Array, Array]:
     """(probabilities, gradients of the scores), [R T, C] each."""
     q_ref, keys_ref, values_ref, low_ref, high_ref, log_mass_ref, grad_ref, shift_ref = refs
     scores = _scores(q_ref, keys_ref, low_ref, high_ref, c, chunk)
-    probs = jnp.where(scores > LOWEST, jnp.exp(scores - _flat(log_mass_ref)), 0.0)
+    probs = jnp.where(scores > MASKED, jnp.exp(scores - _flat(log_mass_ref)), 0.0)
     return probs, probs * (_dot(_flat(grad_ref), values_ref[0, 0], 1, 1) + _flat(shift_ref))
 
 

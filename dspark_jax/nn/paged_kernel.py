@@ -15,8 +15,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-# Finite: the difference of two of them is a number.
-LOWEST = -1e30
+from dspark_jax.nn.attention import MASKED
+
 ROWS_PER_BLOCK = 32
 
 
@@ -108,7 +108,7 @@ def _kernel(
     @pl.when(page == 0)
     def _():
         out_ref[r] = jnp.zeros(out_ref.shape[1:], jnp.float32)
-        highest_ref[r] = jnp.full(highest_ref.shape[1:], LOWEST, jnp.float32)
+        highest_ref[r] = jnp.full(highest_ref.shape[1:], MASKED, jnp.float32)
         mass_ref[r] = jnp.zeros(mass_ref.shape[1:], jnp.float32)
 
     needed = page * page_len <= position
@@ -126,7 +126,7 @@ def _kernel(
             seen_GS = at_GS <= position
             if window is not None:
                 seen_GS &= at_GS > position - window
-            scores_GS = jnp.where(seen_GS, scores_GS, LOWEST)
+            scores_GS = jnp.where(seen_GS, scores_GS, MASKED)
             before_G1 = highest_ref[r, k]
             highest_G1 = jnp.maximum(before_G1, scores_GS.max(-1, keepdims=True))
             weights_GS = jnp.where(seen_GS, jnp.exp(scores_GS - highest_G1), 0.0)

@@ -8,9 +8,13 @@ from pathlib import Path
 
 from dspark_jax.core.errors import InputError
 from dspark_jax.data.pipeline import DataConfig
-from dspark_jax.training.config import LossConfig, OptimizerConfig, TrainConfig
+from dspark_jax.training.config import LossConfig, OptimizerConfig, PerToken, TrainConfig
 from dspark_jax.training.recipes import DrafterRecipe
 
+EAGLE3_LOSS = LossConfig(
+    ce=0.0, tv=0.0, kl=1.0, confidence=0.0, decay_len=-1 / math.log(0.8), normaliser=PerToken()
+)
+"""The reference's loss for Eagle3: step s of the training-time test weighs 0.8^s."""
 BATCH_SIZE, EPOCHS = 512, 10
 SEQUENCES = 1_400_000  # about the size of the prompt set; with another number, set --steps
 

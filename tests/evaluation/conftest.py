@@ -14,6 +14,7 @@ from dspark_jax.checkpoints.targets import LoadedTarget
 from dspark_jax.data.chat import ChatTemplate
 from dspark_jax.data.sources import is_held_out
 from dspark_jax.engine.load import LoadedEngine, make_engine
+from dspark_jax.evaluation import held_out
 from dspark_jax.testing.tiny import tiny_drafter, tiny_target
 from dspark_jax.testing.tokenizer import tiny_tokenizer
 
@@ -40,8 +41,8 @@ def tiny_models() -> tuple[LoadedTarget, LoadedDrafter]:
 
 
 @pytest.fixture
-def use_tiny_engine(monkeypatch, tiny_models) -> Callable:
-    """Replaces `load_engine` in a command's module."""
+def tiny_engine(monkeypatch, tiny_models) -> None:
+    """The commands with the tiny models in place of those on their command lines."""
 
     def load_tiny_engine(*, target: str, drafter: str, config, check: bool = True) -> LoadedEngine:
         assert (target, drafter) == ("smollm2-135m", "shipped")
@@ -49,7 +50,7 @@ def use_tiny_engine(monkeypatch, tiny_models) -> Callable:
         engine = make_engine(loaded, draft, config)
         return LoadedEngine(engine=engine, target=loaded, chat=ChatTemplate(tokenizer=loaded.tokenizer))
 
-    return lambda module: monkeypatch.setattr(module, "load_engine", load_tiny_engine)
+    monkeypatch.setattr(held_out, "load_engine", load_tiny_engine)
 
 
 @pytest.fixture(scope="session")

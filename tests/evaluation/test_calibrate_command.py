@@ -19,9 +19,9 @@ IDENTITY = CalibrationIdentity(target="t", drafter="d", sampling="s", numerics="
 CALIBRATION = Calibration(identity=IDENTITY, temperatures=(1.5, 0.5), evidence={"rounds": 3})
 
 
-def test_the_command_fits_reports_draws_and_writes(use_tiny_engine, prompt_files, tmp_path, capsys):
+@pytest.mark.usefixtures("tiny_engine")
+def test_the_command_fits_reports_draws_and_writes(prompt_files, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    use_tiny_engine(calibrate)
     config = calibrate.Calibrate(
         prompts=prompt_files,
         output=tmp_path / "out" / "calibration.json",

@@ -55,8 +55,8 @@ def test_a_smaller_choice_is_part_of_a_larger_one():
     assert len(choose(prompts, 1000)) == 60  # the long ones are left out
 
 
-def test_table_and_result_file(use_tiny_engine, prompt_files, tmp_path, capsys):
-    use_tiny_engine(evaluate)
+@pytest.mark.usefixtures("tiny_engine")
+def test_table_and_result_file(prompt_files, tmp_path, capsys):
     config = evaluate.Evaluate(
         prompts=prompt_files,
         output=tmp_path / "results" / "result.json",

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dspark_jax.core.sharding import make_mesh
 from dspark_jax.nn import context_kernel
-from dspark_jax.nn.context_attention import LOWEST, context_attention, join
+from dspark_jax.nn.attention import MASKED
+from dspark_jax.nn.context_attention import context_attention, join
 
 B, K, R, M, S, H = 2, 2, 3, 11, 13, 4
 EXACT = 2e-5
@@ -34,10 +35,10 @@ def case(seed: int = 0):
 def plain(q, keys, values, low, high):
     at = jnp.arange(S)
     sees = (at >= low[..., None]) & (at < high[..., None])
-    scores = jnp.where(sees[:, None, None], jnp.einsum("bkrmh,bksh->bkrms", q, keys), LOWEST)
+    scores = jnp.where(sees[:, None, None], jnp.einsum("bkrmh,bksh->bkrms", q, keys), MASKED)
     weights = jnp.where(sees[:, None, None], jax.nn.softmax(scores, axis=-1), 0.0)
     nothing = ~sees.any(-1)[:, None, None]
-    log_mass = jnp.where(nothing, LOWEST, jax.nn.logsumexp(scores, axis=-1))
+    log_mass = jnp.where(nothing, MASKED, jax.nn.logsumexp(scores, axis=-1))
     return jnp.einsum("bkrms,bksh->bkrmh", weights, values), log_mass
 
 
@@ -46,7 +47,7 @@ def scalar(function, weights):
 
     def loss(q, keys, values, low, high):
         mixed, log_mass = function(q, keys, values, low, high)
-        return (mixed * weights[0]).sum() + jnp.where(log_mass > LOWEST, log_mass * weights[1], 0.0).sum()
+        return (mixed * weights[0]).sum() + jnp.where(log_mass > MASKED, log_mass * weights[1], 0.0).sum()
 
     return loss
 
