@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_jax.checkpoints.targets import open_source
+from dspark_jax.core.devices import TPU_KINDS, DeviceKind
 from dspark_jax.core.errors import InputError
 from dspark_jax.core.files import atomic_write
 from dspark_jax.core.sharding import make_mesh
@@ -17,7 +18,7 @@ from dspark_jax.evaluation.provenance import plain_settings
 from dspark_jax.targets.config import DecoderConfig
 from dspark_jax.targets.families import decoder_config_from_hf, text_config
 from dspark_jax.training.config import MeshConfig, TrainConfig
-from dspark_jax.training.plan import DEVICE_KINDS, DeviceKind, StepPlan, plan_step
+from dspark_jax.training.plan import StepPlan, plan_step
 
 GIB = 2**30
 
@@ -162,11 +163,11 @@ def _resolve(config: Plan) -> tuple[TrainConfig, DecoderConfig]:
 
 def _device_kind(topology: str) -> DeviceKind:
     name = topology.partition(":")[0]
-    if name not in DEVICE_KINDS:
+    if name not in TPU_KINDS:
         raise InputError(
-            given=f"topology {topology!r}", expected=f"one of {sorted(DEVICE_KINDS)}", fix="correct the name"
+            given=f"topology {topology!r}", expected=f"one of {sorted(TPU_KINDS)}", fix="correct the name"
         )
-    return DEVICE_KINDS[name]
+    return TPU_KINDS[name]
 
 
 def _gib(size: int | None) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import grain
@@ -55,7 +55,13 @@ class BatchIterator:
     """
 
     def __init__(
-        self, batches: grain.MapDataset, *, config: DataConfig, fingerprint: str, truncated_examples: int
+        self,
+        batches: grain.MapDataset,
+        *,
+        config: DataConfig,
+        fingerprint: str,
+        truncated_examples: int,
+        ids_of: Callable[[int], list[str]],
     ):
         options = grain.ReadOptions(
             num_threads=config.read_threads, prefetch_buffer_size=config.prefetch_batches
@@ -64,6 +70,8 @@ class BatchIterator:
         self._fingerprint = fingerprint
         self.truncated_examples = truncated_examples
         """How many records are longer than `max_length` and lose their end."""
+        self.ids_of = ids_of
+        """Ids of the records in global batch n, from 0, on all processes together."""
 
     def __iter__(self) -> BatchIterator:
         return self
@@ -90,50 +98,45 @@ def training_batches(
     source: Sequence[Example] | FeatureStore | DeepSpecCache,
     *,
     config: DataConfig,
-    process_index: int = 0,
-    process_count: int = 1,
+    local_rows: range | None = None,
 ) -> BatchIterator:
     """Shuffled epochs without end, with fresh anchors in each.
 
     Every epoch (of a domain, if they are balanced) visits every record once; batches run across the border of
     two epochs and drop nothing.
-    Batch n over all processes holds the same records and anchors for every `process_count`.
+    Batch n over all processes holds the same records and anchors in the same rows, however they divide it.
 
     Args:
       source: examples in memory, or a feature store.
       config: shapes and seed.
-      process_index: this process, from 0.
-      process_count: number of processes that divide each batch among them.
+      local_rows: rows of every batch that this process reads; all of them by default.
 
     Returns:
       An iterator of dicts with tokens_BT int32, loss_mask_BT bool, anchors_BA int32 (ascending, padded with
       0) and keep_BA bool; from a feature store also features_BTCD and hidden_BTD (bfloat16), from one of
-      our own also logz_BT (float32). B is this process's share of the batch and T is `max_length`. Padding is
+      our own also logz_BT (float32). B counts this process's rows and T is `max_length`. Padding is
       0 and false.
     """
     if len(source) == 0:
         raise InputError(
             given="no records", expected="at least one", fix="check the paths and the held-out fraction"
         )
-    if config.batch_size % process_count:
-        raise InputError(
-            given=f"batch_size {config.batch_size} on {process_count} processes",
-            expected="a multiple of the number of processes",
-            fix="change batch_size",
-        )
 
     def with_anchors(record: Example | FeatureRecord, rng: np.random.Generator):
         loss_mask_T = _example(record).loss_mask_np[: config.max_length]
         return record, *sample_anchors(rng, loss_mask_T, config.num_anchors)
 
-    def collate(rows) -> dict[str, np.ndarray]:
-        return _collate(rows, config.max_length)
-
     index = _index(source)
-    records = _endless(source, index.domains, config)
-    # Anchors before the division among processes: their random stream then follows the global row number.
-    rows = records.random_map(with_anchors)[process_index::process_count]
-    batches = rows.batch(config.batch_size // process_count, drop_remainder=True, batch_fn=collate)
+    # Every row of the whole run, with its anchors: what a process does not ask for is never read.
+    rows = _endless(source, index.domains, config).random_map(with_anchors)
+    mine = range(config.batch_size) if local_rows is None else local_rows
+
+    def batch(number: int) -> dict[str, np.ndarray]:
+        return _collate([rows[number * config.batch_size + row] for row in mine], config.max_length)
+
+    def ids_of(number: int) -> list[str]:
+        start = number * config.batch_size
+        return [_example(rows[start + row][0]).id for row in range(config.batch_size)]
 
     truncated = int(np.sum(np.asarray(index.lengths_tokens) > config.max_length))
     if truncated:
@@ -144,7 +147,11 @@ def training_batches(
             config.max_length,
         )
     return BatchIterator(
-        batches, config=config, fingerprint=_fingerprint(index.ids, config), truncated_examples=truncated
+        grain.MapDataset.range(len(rows) // config.batch_size).map(batch),
+        config=config,
+        fingerprint=_fingerprint(index.ids, config),
+        truncated_examples=truncated,
+        ids_of=ids_of,
     )
 
 

@@ -1,23 +1,20 @@
-"""Where training sequences and prompts come from: JSON lines, parquet files, hub data sets."""
+"""Training sequences and prompts from raw rows: read, checked, numbered, divided into training and held out."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import gzip
+import functools
 import hashlib
-import itertools
-import json
 import logging
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from dspark_jax.core.errors import InputError
 from dspark_jax.data.chat import ChatTemplate
+from dspark_jax.data.rows import Paths, Row, open_rows
 
 _log = logging.getLogger(__name__)
 
@@ -50,17 +47,6 @@ class Prompt:
     text: str
 
 
-class Row(NamedTuple):
-    """One raw record: where it stands (for messages) and its fields, or what is wrong with it."""
-
-    place: str
-    fields: dict | None
-    problem: str = ""
-
-
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-
-
 class _HasId(Protocol):
     @property
     def id(self) -> str: ...
@@ -83,7 +69,7 @@ def read_responses(
     that ids are unique; the order of files decides, hence name new files after old ones.
 
     Args:
-      source: path or paths of JSON lines (plain or .gz), or rows from `load_with_datasets`.
+      source: what `open_rows` takes, or rows.
       min_supervised_tokens: responses with fewer tokens are dropped and counted.
       vocab_size: token ids from here upwards make a row bad.
       max_bad_share: with a larger share of bad rows, nothing is returned.
@@ -92,16 +78,7 @@ def read_responses(
       InputError: naming file and line of the bad rows, when they are more than `max_bad_share`.
     """
 
-    def parse(fields: dict) -> Example:
-        prompt_np = _token_ids(fields, "prompt_ids", vocab_size)
-        response_np = _token_ids(fields, "response_ids", vocab_size)
-        return Example(
-            id=_text(fields, "id"),
-            domain=_text(fields, "domain"),
-            tokens_np=np.concatenate([prompt_np, response_np]),
-            loss_mask_np=np.arange(len(prompt_np) + len(response_np)) >= len(prompt_np),
-        )
-
+    parse = functools.partial(_response, vocab_size=vocab_size)
     return _enough_supervision(_unique_ids(_parse_rows(source, parse, max_bad_share)), min_supervised_tokens)
 
 
@@ -117,13 +94,36 @@ def read_conversations(
     The loss covers every assistant turn with its end-of-turn token. Arguments and errors: `read_responses`.
     """
 
+    parse = functools.partial(_conversation, template=template)
+    return _enough_supervision(_unique_ids(_parse_rows(source, parse, max_bad_share)), min_supervised_tokens)
+
+
+def read_training_examples(
+    source: Paths | Iterator[Row],
+    template: Callable[[], ChatTemplate],
+    *,
+    min_supervised_tokens: int = MIN_SUPERVISED_TOKENS,
+    vocab_size: int | None = None,
+    max_bad_share: float = 0.01,
+) -> list[Example]:
+    """Reads rows of `read_responses` and of `read_conversations`, told apart by their fields.
+
+    Args:
+      source: as for both.
+      template: makes the chat template; called at the first conversation.
+      min_supervised_tokens: as for both.
+      vocab_size: as for `read_responses`.
+      max_bad_share: as for both.
+
+    Raises:
+      InputError: as both do.
+    """
+    made = functools.cache(template)
+
     def parse(fields: dict) -> Example:
-        messages = fields.get("conversations")
-        if not isinstance(messages, list):
-            raise ValueError("no list 'conversations'")
-        tokens_np, loss_mask_np = template.tokenize_conversation(messages)
-        domain = _text(fields, "domain") if "domain" in fields else "chat"
-        return Example(id=_text(fields, "id"), domain=domain, tokens_np=tokens_np, loss_mask_np=loss_mask_np)
+        if fields.get("conversations") is not None:  # parquet has all fields in every row
+            return _conversation(fields, template=made())
+        return _response(fields, vocab_size=vocab_size)
 
     return _enough_supervision(_unique_ids(_parse_rows(source, parse, max_bad_share)), min_supervised_tokens)
 
@@ -140,28 +140,6 @@ def read_prompts(source: Paths | Iterator[Row], *, max_bad_share: float = 0.01) 
         )
 
     return _unique_ids(_parse_rows(source, parse, max_bad_share))
-
-
-def load_with_datasets(name: str, *, split: str = "train", **options) -> Iterator[Row]:
-    """Rows through the `datasets` package, for any of the readers above.
-
-    Args:
-      name: a data set on the hub, or a builder such as "parquet" with `data_files=...`.
-      split: the part to read.
-      **options: passed on to `datasets.load_dataset` (`data_files`, `name`, `revision`, ...).
-    """
-    import datasets  # takes seconds to import, and most runs read JSON lines
-    from datasets.exceptions import DatasetsError
-
-    try:
-        rows = datasets.load_dataset(name, split=split, **options)
-    except (FileNotFoundError, ConnectionError, ValueError, DatasetsError) as error:
-        raise InputError(
-            given=f"data set {name!r}, split {split!r}: {error}",
-            expected="something that datasets.load_dataset can open",
-            fix="check the name and the network, or pass local files: name='parquet', data_files='...'",
-        ) from error
-    return (Row(f"{name}[{split}]:{number}", dict(fields)) for number, fields in enumerate(rows))
 
 
 def is_held_out(item_id: str, fraction: float = HELD_OUT_FRACTION, salt: str = HELD_OUT_SALT) -> bool:
@@ -185,33 +163,24 @@ def split_held_out(
     return training, held_out
 
 
-def _json_lines(paths: Paths) -> Iterator[Row]:
-    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        path = Path(path)
-        if not path.is_file():
-            raise InputError(
-                given=f"{path}: no such file", expected="a JSON lines file", fix="check the path"
-            )
-        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
-            for number in itertools.count(1):
-                place = f"{path}:{number}"
-                try:
-                    line = file.readline()
-                except (EOFError, OSError) as error:
-                    yield Row(place, None, f"unreadable from here on ({error})")
-                    break
-                if not line:
-                    break
-                if line.strip():
-                    yield _row(place, line)
+def _response(fields: dict, *, vocab_size: int | None) -> Example:
+    prompt_np = _token_ids(fields, "prompt_ids", vocab_size)
+    response_np = _token_ids(fields, "response_ids", vocab_size)
+    return Example(
+        id=_text(fields, "id"),
+        domain=_text(fields, "domain"),
+        tokens_np=np.concatenate([prompt_np, response_np]),
+        loss_mask_np=np.arange(len(prompt_np) + len(response_np)) >= len(prompt_np),
+    )
 
 
-def _row(place: str, line: bytes) -> Row:
-    try:
-        fields = json.loads(line)
-    except ValueError as error:
-        return Row(place, None, f"not JSON ({error})")
-    return Row(place, fields) if isinstance(fields, dict) else Row(place, None, "not a JSON object")
+def _conversation(fields: dict, *, template: ChatTemplate) -> Example:
+    messages = fields.get("conversations")
+    if not isinstance(messages, list):
+        raise ValueError("no list 'conversations'")
+    tokens_np, loss_mask_np = template.tokenize_conversation(messages)
+    domain = _text(fields, "domain") if fields.get("domain") is not None else "chat"
+    return Example(id=_text(fields, "id"), domain=domain, tokens_np=tokens_np, loss_mask_np=loss_mask_np)
 
 
 def _parse_rows(
@@ -220,7 +189,7 @@ def _parse_rows(
     """Parses every row; bad ones are reported together, at the end."""
     parsed: list[_Parsed] = []
     problems: list[str] = []
-    for row in source if isinstance(source, Iterator) else _json_lines(source):
+    for row in source if isinstance(source, Iterator) else open_rows(source):
         try:
             if row.fields is None:
                 raise ValueError(row.problem)

@@ -6,8 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from etils import epath
 from jax import Array
 
+from dspark_jax.core.distributed import DistributedConfig
 from dspark_jax.core.errors import require
 from dspark_jax.data.pipeline import DataConfig
 from dspark_jax.training.recipes import DrafterRecipe
@@ -106,11 +108,96 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class KeepConfig:
+    """Which checkpoints stay: the union of the latest, the best, and every so many steps."""
+
+    latest: int = 2
+    """Latest checkpoints."""
+    best: int = 1
+    """Checkpoints with the best metric; 0 for none."""
+    metric: str = "expected_tau"
+    """What makes a checkpoint the best: any scalar of metrics.jsonl, as its mean since the checkpoint before;
+    `accepted_length` where `evaluation` decodes."""
+    lowest: bool = False
+    """Whether a smaller metric is better."""
+    every_steps: int | None = None
+    """Checkpoints at multiples of this step stay for ever."""
+
+    def __post_init__(self):
+        require(
+            self.latest >= 1 and self.best >= 0 and (self.every_steps is None or self.every_steps >= 1),
+            given=f"keep.latest={self.latest}, keep.best={self.best}, keep.every_steps={self.every_steps}",
+            expected="at least one latest checkpoint, and no negative number",
+            fix="correct them",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WatchConfig:
+    """What stops a run that goes wrong, and what looks inside of it."""
+
+    spike_factor: float = 5.0
+    """A loss above this many times the median of the last steps stops the run; 0: NaN and infinity alone do."""
+    spike_window_steps: int = 50
+    """Steps in that median; less than half of them say nothing yet."""
+    profile_steps: tuple[int, int] | None = None
+    """First and last step of a profiler trace, written into the run directory."""
+
+    def __post_init__(self):
+        require(
+            (self.spike_factor == 0 or self.spike_factor > 1) and self.spike_window_steps >= 2,
+            given=f"spike_factor={self.spike_factor}, spike_window_steps={self.spike_window_steps}",
+            expected="a factor above 1, or 0, and at least 2 steps",
+            fix="correct them",
+        )
+        first, last = self.profile_steps or (1, 1)
+        require(
+            1 <= first <= last,
+            given=f"profile_steps={self.profile_steps}",
+            expected="first and last step, from 1",
+            fix="correct them",
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Decoding with the drafter as it is: the accepted length in fact, beside the loss's estimate of it."""
+
+    prompts: tuple[Path, ...] = ()
+    """Prompt files or evaluation sets, as `dspark evaluate` takes them; none: no evaluation."""
+    every_steps: int = 500
+    """Steps between two evaluations."""
+    num_prompts_per_domain: int = 8
+    """Prompts of every domain, always the same ones."""
+    max_new_tokens: int = 128
+    """Longest answer."""
+    max_prompt_tokens: int = 256
+    """Longer prompts are left out."""
+    slots: int = 16
+    """Requests decoded at the same time."""
+    temperature: float = 1.0
+    """0 is greedy."""
+
+    def __post_init__(self):
+        for name in ("every_steps", "num_prompts_per_domain", "max_new_tokens", "max_prompt_tokens", "slots"):
+            require(
+                getattr(self, name) >= 1,
+                given=f"evaluation.{name}={getattr(self, name)}",
+                expected="at least 1",
+                fix=f"raise {name}",
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One training run."""
 
-    run_dir: Path
-    """Checkpoints, metrics and the exported drafter go here; an existing run is resumed."""
+    run_name: str
+    """Names the run: a directory in `runs`. A run of this name that exists goes on where it was."""
+    runs: Path = Path("runs")
+    """Where runs lie: metrics, exported drafters, and checkpoints unless `checkpoint_root` says otherwise."""
+    checkpoint_root: str | None = None
+    """Where checkpoints go instead, under the run's name: a directory that all processes see, or gs://..."""
     target: str
     """Frozen target: embedded name, .gguf file, Hugging Face directory or hub id."""
     drafter: DrafterRecipe
@@ -136,17 +223,49 @@ class TrainConfig:
     """dtype in which matrix products read their inputs; master weights stay float32."""
     init_from: Path | None = None
     """Exported drafter to start from (a new run); the step and the optimiser start afresh."""
+    resume_from: str | None = None
+    """Checkpoints of another run to go on from in a new one (their directory, or one step's in it, local or
+    gs://): parameters, optimiser, step and position in the data."""
     seed: int = 0
     """Seed of the initial parameters."""
     log_every_steps: int = 20
     """Steps between two lines of metrics."""
     save_every_steps: int = 500
     """Steps between two checkpoints."""
-    keep_checkpoints: int = 2
-    """Latest checkpoints to keep."""
+    keep: KeepConfig = dataclasses.field(default_factory=KeepConfig)
+    """Which checkpoints stay."""
+    watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
+    """What stops a run that goes wrong."""
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    """Decoding now and then."""
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
+    """Several processes."""
+
+    @property
+    def run_dir(self) -> Path:
+        """Metrics, exported drafter, configuration; written by process 0."""
+        return self.runs / self.run_name
+
+    @property
+    def checkpoint_dir(self) -> epath.Path:
+        """Checkpoints; written and read by all processes."""
+        root = epath.Path(self.runs if self.checkpoint_root is None else self.checkpoint_root)
+        return root / self.run_name / "checkpoints"
 
     def __post_init__(self):
-        for name in ("steps", "microbatches", "log_every_steps", "save_every_steps", "keep_checkpoints"):
+        require(
+            bool(self.run_name) and "/" not in self.run_name and self.run_name not in (".", ".."),
+            given=f"run_name={self.run_name!r}",
+            expected="the name of a directory",
+            fix="choose a name without a slash; --runs says where it lies",
+        )
+        require(
+            self.init_from is None or self.resume_from is None,
+            given=f"init_from={self.init_from} and resume_from={self.resume_from}",
+            expected="one of the two",
+            fix="keep init_from for the parameters alone, or resume_from for the whole state",
+        )
+        for name in ("steps", "microbatches", "log_every_steps", "save_every_steps"):
             require(
                 getattr(self, name) >= 1,
                 given=f"{name}={getattr(self, name)}",

@@ -79,7 +79,7 @@ def paper_target(key: str) -> PaperTarget:
 def run_on(key: str, method: str, drafter: DrafterRecipe, loss: LossConfig) -> TrainConfig:
     """One run: in the paper's setting, or on the small target in one that suits a CPU."""
     run = TrainConfig(
-        run_dir=Path(f"runs/{method}_{key}"),
+        run_name=f"{method}_{key}",
         target=paper_target(key).name,
         drafter=drafter,
         responses=(Path(f"data/responses/{key}.jsonl"),),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from dspark_jax.core.devices import DeviceKind
 from dspark_jax.core.program_costs import Collective, MatmulCost, collectives, device_bytes, matmul_cost
 from dspark_jax.core.sharding import param_sharding, replicated
 from dspark_jax.drafters.contract import SharedWeights
@@ -24,27 +25,6 @@ from dspark_jax.training.initial import fresh_state, unit_scale
 from dspark_jax.training.optimizer import make_optimizer
 from dspark_jax.training.state import Frozen, TrainBatch, batch_shardings, state_shardings
 from dspark_jax.training.step import bind_step
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DeviceKind:
-    """Peak figures of one accelerator, as its maker publishes them."""
-
-    bf16_tflops: float
-    hbm_gib: float
-    hbm_gb_per_s: float
-    link_gb_per_s: float
-    """All links of a chip together."""
-
-
-DEVICE_KINDS = {
-    "v4": DeviceKind(bf16_tflops=275, hbm_gib=32, hbm_gb_per_s=1228, link_gb_per_s=300),
-    "v5e": DeviceKind(bf16_tflops=197, hbm_gib=16, hbm_gb_per_s=819, link_gb_per_s=200),
-    "v5p": DeviceKind(bf16_tflops=459, hbm_gib=95, hbm_gb_per_s=2765, link_gb_per_s=600),
-    "v6e": DeviceKind(bf16_tflops=918, hbm_gib=32, hbm_gb_per_s=1640, link_gb_per_s=448),
-    # A device is half a chip here.
-    "tpu7x": DeviceKind(bf16_tflops=1153, hbm_gib=96, hbm_gb_per_s=3690, link_gb_per_s=600),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

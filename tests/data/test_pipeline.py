@@ -28,6 +28,7 @@ def example(number: int, length: int = 20) -> Example:
 
 
 EXAMPLES = [example(number) for number in range(12)]
+HALVES = (range(0, 2), range(2, 4))
 
 
 def take(iterator, count: int) -> list[dict[str, np.ndarray]]:
@@ -129,29 +130,34 @@ def test_resume_refuses_other_records_or_another_order():
 
 
 def test_processes_divide_the_same_batches_also_after_a_resume():
+    def halves_of(count: int) -> list:
+        halves = [training_batches(EXAMPLES[:7], config=CONFIG, local_rows=rows) for rows in HALVES]
+        for half in halves:
+            half.set_state(state)
+        return [take(half, count) for half in halves]
+
     whole = training_batches(EXAMPLES[:7], config=CONFIG)
-    parts = [
-        training_batches(EXAMPLES[:7], config=CONFIG, process_index=index, process_count=2)
-        for index in range(2)
-    ]
-    for step in range(6):
-        if step == 3:  # one process saved, two go on
-            parts = [
-                training_batches(EXAMPLES[:7], config=CONFIG, process_index=index, process_count=2)
-                for index in range(2)
-            ]
-            for part in parts:
-                part.set_state(whole.get_state())
-        batch, halves = next(whole), [next(part) for part in parts]
-        for name, array in batch.items():
-            for index, half in enumerate(halves):
-                np.testing.assert_array_equal(half[name], array[index::2])
+    state = whole.get_state()
+    batches = take(whole, 3)
+    parts = halves_of(3)
+    state = whole.get_state()  # one process saved, two go on
+    batches += take(whole, 3)
+    parts = [first + second for first, second in zip(parts, halves_of(3), strict=True)]
+    for part, rows in zip(parts, HALVES, strict=True):
+        assert_same(
+            part, [{name: x[rows.start : rows.stop] for name, x in batch.items()} for batch in batches]
+        )
+
+
+def test_the_records_of_a_batch_are_known_without_reading_up_to_it():
+    half = training_batches(EXAMPLES[:7], config=CONFIG, local_rows=HALVES[1])
+    batches = take(training_batches(EXAMPLES[:7], config=CONFIG), 6)
+    for number, batch in enumerate(batches):
+        assert half.ids_of(number) == [f"e{first}" for first in batch["tokens_BT"][:, 0]]
 
 
 def test_unusable_requests_are_refused():
     with pytest.raises(InputError, match="no records"):
         training_batches([], config=CONFIG)
-    with pytest.raises(InputError, match="multiple of the number of processes"):
-        training_batches(EXAMPLES, config=CONFIG, process_count=3)
     with pytest.raises(InputError, match="num_anchors=0"):
         dataclasses.replace(CONFIG, num_anchors=0)

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from dspark_jax.core.errors import InputError
 from dspark_jax.data.chat import ChatTemplate
 from dspark_jax.data.sources import (
+    Example,
     Prompt,
     is_held_out,
-    load_with_datasets,
     read_conversations,
     read_prompts,
     read_responses,
+    read_training_examples,
     split_held_out,
 )
 from dspark_jax.testing.tokenizer import tiny_tokenizer
@@ -120,20 +121,75 @@ def test_conversations(tmp_path):
     assert answer == "a long enough answer<|im_end|>"
 
 
-def test_parquet_gives_the_same_examples(tmp_path):
+def same(ours: list[Example], theirs: list[Example]) -> None:
+    assert [example.id for example in ours] == [example.id for example in theirs]
+    for our, their in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(our.tokens_np, their.tokens_np)
+        np.testing.assert_array_equal(our.loss_mask_np, their.loss_mask_np)
+
+
+def test_every_kind_of_source_gives_the_same_examples(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
-    rows = [response(number) for number in range(3)]
-    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
-    loaded = load_with_datasets(
-        "parquet", data_files=str(tmp_path / "rows.parquet"), cache_dir=str(tmp_path / "cache")
-    )
-    from_lines = read_responses(write_lines(tmp_path / "rows.jsonl", rows))
-    for ours, theirs in zip(read_responses(loaded), from_lines, strict=True):
-        assert ours.id == theirs.id
-        np.testing.assert_array_equal(ours.tokens_np, theirs.tokens_np)
-        np.testing.assert_array_equal(ours.loss_mask_np, theirs.loss_mask_np)
+    datasets.disable_progress_bars()
+    rows = [response(number) for number in range(6)]
+    data = datasets.Dataset.from_list(rows)
+    for name in ("parquet", "lines", "saved"):
+        (tmp_path / name).mkdir()
+    data.to_parquet(str(tmp_path / "rows.parquet"))
+    for part in range(2):
+        data.shard(2, part, contiguous=True).to_parquet(str(tmp_path / "parquet" / f"train-{part}.parquet"))
+    write_lines(tmp_path / "lines" / "train.jsonl", rows)
+    data.save_to_disk(str(tmp_path / "saved"))
+    expected = read_responses(write_lines(tmp_path / "rows.jsonl", rows))
+    for name in ("rows.parquet", "parquet", "lines", "saved"):
+        same(read_responses(tmp_path / name), expected)
+    mixed = read_responses([tmp_path / "rows.parquet", tmp_path / "rows.jsonl"])
+    assert [example.id for example in mixed] == [f"r{n}" for n in range(6)] + [f"r{n}#1" for n in range(6)]
+
+    # The hub is asked for what has the form of its names and is no path.
+    def hub(name, *, split, streaming):
+        assert (name, split, streaming) == ("owner/answers", "train_sft", True)
+        return rows
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    same(read_responses(Path("owner/answers:train_sft")), expected)
+
+
+def test_what_datasets_cannot_open_is_refused(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    with pytest.raises(InputError, match="no such file"):
+        read_responses(tmp_path / "absent.parquet")
+    with pytest.raises(InputError, match="data set 'nobody/nothing', split 'train'"):
+        read_responses("nobody/nothing")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 of another kind")
     with pytest.raises(InputError, match="data set 'parquet'"):
-        load_with_datasets("parquet", data_files=str(tmp_path / "absent.parquet"))
+        read_responses(tmp_path / "broken.parquet")
+    both = datasets.DatasetDict({"test": datasets.Dataset.from_list([response(0)])})
+    both.save_to_disk(str(tmp_path / "splits"))
+    with pytest.raises(InputError, match="data set"):
+        read_responses(tmp_path / "splits")
+
+
+def test_conversations_and_responses_in_one_source(tmp_path):
+    template, made = ChatTemplate(tokenizer=tiny_tokenizer()), []
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a long enough answer"}]
+
+    def make() -> ChatTemplate:
+        made.append(template)
+        return template
+
+    mixed = write_lines(tmp_path / "mixed.jsonl", [response(0), {"id": "c", "conversations": turns}])
+    same(
+        read_training_examples(write_lines(tmp_path / "r.jsonl", [response(0)]), make),
+        read_responses(tmp_path / "r.jsonl"),
+    )
+    assert made == []
+    chat = write_lines(tmp_path / "c.jsonl", [{"id": "c", "conversations": turns}] * 2)
+    expected = read_responses(tmp_path / "r.jsonl") + read_conversations(chat, template)[:1]
+    same(read_training_examples(mixed, make), expected)
+    assert len(made) == 1
+    with pytest.raises(InputError, match="not a list of token ids"):
+        read_training_examples(write_lines(tmp_path / "bad.jsonl", [{"id": "neither"}]), make)
 
 
 def test_the_split_is_the_one_of_the_shipped_drafter():

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import pytest
 
 from dspark_jax.commands import plan as command
+from dspark_jax.core.devices import TPU_KINDS
 from dspark_jax.core.errors import InputError
 from dspark_jax.core.sharding import make_mesh
 from dspark_jax.data.pipeline import DataConfig
 from dspark_jax.drafters.config import Markov
 from dspark_jax.targets.families import decoder_config_from_hf
 from dspark_jax.training.config import LossConfig, TrainConfig
-from dspark_jax.training.plan import DEVICE_KINDS, plan_step
+from dspark_jax.training.plan import plan_step
 from dspark_jax.training.recipes import DSparkRecipe
 
 TARGET = {
@@ -33,7 +34,7 @@ TARGET = {
     "tie_word_embeddings": False,
 }
 CONFIG = TrainConfig(
-    run_dir=Path("unused"),
+    run_name="unused",
     target="unused",
     drafter=DSparkRecipe(taps=(0, 1), mask_token=5, num_layers=1, block_len=3, head=Markov(rank=128)),
     responses=(Path("unused"),),
@@ -97,5 +98,5 @@ def test_the_command_prints_a_table_and_writes_it(tpu_devices, tmp_path, capsys,
 def test_unknown_devices_are_refused(tmp_path):
     with pytest.raises(InputError, match="v5e"):
         command._device_kind("h100:8")
-    assert {"v5e", "v5p", "v6e", "tpu7x"} <= DEVICE_KINDS.keys()
+    assert {"v5e", "v5p", "v6e", "tpu7x"} <= TPU_KINDS.keys()
     assert jnp.dtype(CONFIG.dtype) == jnp.bfloat16
