@@ -1,4 +1,4 @@
-"""Train a drafter: `python train.py configs/dspark.py --target smollm2_135m [--run-dir DIR, other flags]`.
+"""Train a drafter: `python train.py configs/dspark.py --target smollm2_135m [--run-name NAME, other flags]`.
 
 What the recipe itself takes (`--target`, for some methods `--head` or `--k`) stands before all other flags.
 """
@@ -11,8 +11,8 @@ import sys
 import tyro
 
 from dspark_jax.commands.cli import run_or_explain
+from dspark_jax.commands.train import run as run_training
 from dspark_jax.training.config import TrainConfig
-from dspark_jax.training.loop import train
 
 
 def main(argv: list[str]) -> None:
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
         while len(rest) > 1 and rest[0] in names:
             name, value, *rest = rest
             arguments[name.removeprefix("--")] = value
-        train(
+        run_training(
             tyro.cli(
                 tyro.conf.AvoidSubcommands[TrainConfig],
                 default=get_config(**arguments),

@@ -16,6 +16,7 @@ from dspark_jax.checkpoints.embedded import EMBEDDED_NAME, fetch_embedded_target
 from dspark_jax.checkpoints.gguf_file import GGUFFile
 from dspark_jax.checkpoints.hf_names import ParamSlot, hf_tensor_map, text_tensors
 from dspark_jax.checkpoints.sources import SafetensorsDirectory, TensorSource
+from dspark_jax.core.distributed import place
 from dspark_jax.core.errors import InputError
 from dspark_jax.core.sharding import param_sharding
 from dspark_jax.targets.config import DecoderConfig
@@ -111,7 +112,7 @@ def read_params(
         node = params
         for parent in parents:
             node = node.setdefault(parent, {})
-        node[leaf] = jax.device_put(tensor_np, sharding)
+        node[leaf] = jax.device_put(tensor_np) if sharding is None else place(tensor_np, sharding)
     return config, params
 
 

@@ -113,8 +113,8 @@ def local_rows(mesh: Mesh, batch_size: int) -> range:
       InputError: they do not follow one another.
     """
     sharding = param_sharding(mesh, ("batch",), (batch_size,))
-    slices = [index[0] for index in sharding.addressable_devices_indices_map((batch_size,)).values()]
-    rows = sorted({row for part in slices for row in range(batch_size)[part]})
+    parts: Any = sharding.addressable_devices_indices_map((batch_size,)).values()
+    rows = sorted({row for (part,) in parts for row in range(batch_size)[part]})
     require(
         rows == list(range(rows[0], rows[-1] + 1)),
         given=f"devices of process {jax.process_index()} with the rows {rows} of a batch of {batch_size}",
@@ -129,7 +129,7 @@ def from_local_rows(array_np: np.ndarray, sharding: NamedSharding, batch_size: i
     return jax.make_array_from_process_local_data(sharding, array_np, (batch_size, *array_np.shape[1:]))
 
 
-def place(array_np: np.ndarray, sharding: NamedSharding) -> jax.Array:
+def place(array_np: Any, sharding: NamedSharding) -> jax.Array:
     """A global array that every process holds whole on its host; each device takes its part of it."""
     if sharding.is_fully_addressable:
         return jax.device_put(array_np, sharding)
@@ -142,6 +142,11 @@ def gather(tree: Any, mesh: Mesh) -> Any:
         return jax.device_get(tree)
     whole = jax.jit(lambda x: x, out_shardings=replicated(mesh))
     return jax.tree.map(lambda x: np.asarray(whole(x).addressable_data(0)), tree)
+
+
+def from_main(tree: Any) -> Any:
+    """A tree of host arrays as process 0 has it, on every process."""
+    return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)
 
 
 def sum_over_processes(values_np: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
@@ -128,10 +128,10 @@ def training_batches(
 
     index = _index(source)
     # Every row of the whole run, with its anchors: what a process does not ask for is never read.
-    rows = _endless(source, index.domains, config).random_map(with_anchors)
+    rows: Any = _endless(source, index.domains, config).random_map(with_anchors)
     mine = range(config.batch_size) if local_rows is None else local_rows
 
-    def batch(number: int) -> dict[str, np.ndarray]:
+    def local_batch(number: int) -> dict[str, np.ndarray]:
         return _collate([rows[number * config.batch_size + row] for row in mine], config.max_length)
 
     def ids_of(number: int) -> list[str]:
@@ -147,7 +147,7 @@ def training_batches(
             config.max_length,
         )
     return BatchIterator(
-        grain.MapDataset.range(len(rows) // config.batch_size).map(batch),
+        grain.MapDataset.range(len(rows) // config.batch_size).map(local_batch),
         config=config,
         fingerprint=_fingerprint(index.ids, config),
         truncated_examples=truncated,

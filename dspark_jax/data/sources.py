@@ -1,4 +1,4 @@
-"""Training sequences and prompts from raw rows: read, checked, numbered, divided into training and held out."""
+"""Training sequences and prompts from raw rows: checked, numbered, divided into training and held out."""
 
 from __future__ import annotations
 

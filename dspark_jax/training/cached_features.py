@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dspark_jax.checkpoints.targets import LoadedTarget
+from dspark_jax.core.distributed import place
 from dspark_jax.core.errors import InputError
+from dspark_jax.core.sharding import replicated
 from dspark_jax.data.deepspec_cache import DeepSpecCache
 from dspark_jax.targets.decoder import Decoder
 
@@ -19,17 +21,21 @@ TOLERANCE = 0.1
 """Largest relative error: some hundredths are the price of bfloat16, a wrong layer is far beyond."""
 
 
-def check_cache(cache: DeepSpecCache, target: LoadedTarget) -> None:
+def check_cache(cache: DeepSpecCache, target: LoadedTarget, mesh: Mesh) -> None:
     """Runs the target on the beginning of the first sequence and compares.
 
     Raises:
       InputError: names every stored layer that is not what the target computes.
     """
     record = cache[0]
-    tokens_1T = jnp.asarray(record.example.tokens_np[None, :TOKENS])
-    output: Any = jax.jit(
-        lambda params: Decoder(target.config).apply({"params": params}, tokens_1T, taps=cache.taps)
-    )(target.params)
+    tokens_1T = record.example.tokens_np[None, :TOKENS]
+    run = jax.jit(
+        lambda params, tokens_1T: Decoder(target.config).apply(
+            {"params": params}, tokens_1T, taps=cache.taps
+        ),
+        out_shardings=replicated(mesh),
+    )
+    output: Any = run(target.params, place(tokens_1T, replicated(mesh)))
     stored = dict(
         zip((f"layer {tap}" for tap in cache.taps), np.moveaxis(record.features_TCD_np, 1, 0), strict=True)
     )

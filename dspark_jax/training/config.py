@@ -137,7 +137,7 @@ class WatchConfig:
     """What stops a run that goes wrong, and what looks inside of it."""
 
     spike_factor: float = 5.0
-    """A loss above this many times the median of the last steps stops the run; 0: NaN and infinity alone do."""
+    """A loss above this many times the median of the last steps stops the run; 0: only NaN and infinity."""
     spike_window_steps: int = 50
     """Steps in that median; less than half of them say nothing yet."""
     profile_steps: tuple[int, int] | None = None
@@ -203,7 +203,8 @@ class TrainConfig:
     drafter: DrafterRecipe
     """The drafter to train."""
     responses: tuple[Path, ...]
-    """The target's own responses (JSONL, as `dspark regenerate` writes them)."""
+    """The target's own responses, as `dspark regenerate` writes them, or conversations: JSON lines, parquet,
+    directories, data sets of the hub (`data/rows.py`)."""
     feature_store: Path | None = None
     """Store written by `dspark cache-features` for these responses, or a cache of DeepSpec, which has its own
     sequences (the responses are not read then); None: the target runs online."""

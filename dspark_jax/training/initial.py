@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -12,9 +13,11 @@ import numpy as np
 import optax
 from flax import traverse_util
 from jax import Array
+from jax.sharding import Mesh
 
 from dspark_jax.checkpoints.targets import LoadedTarget
-from dspark_jax.data.pipeline import BatchIterator
+from dspark_jax.core.distributed import gather, place
+from dspark_jax.core.sharding import replicated
 from dspark_jax.drafters.config import DSparkConfig
 from dspark_jax.drafters.contract import Drafter, Params, SharedWeights
 from dspark_jax.training.config import TrainConfig
@@ -26,11 +29,8 @@ SCALE_SEQUENCES = 16
 """Sequences of the first batch from which the size of the features is taken."""
 
 
-def feature_scale(target: LoadedTarget, drafter: Drafter, batches: BatchIterator) -> Array:
-    """1 / rms of every feature [C D] over the supervised tokens of the first sequences; uses up no batch."""
-    position = batches.get_state()
-    batch = TrainBatch.from_host(next(batches))
-    batches.set_state(position)
+def feature_scale(target: LoadedTarget, drafter: Drafter, batch: TrainBatch, mesh: Mesh) -> np.ndarray:
+    """1 / rms of every feature [C D] over the supervised tokens of the first sequences of a whole batch."""
 
     def square_sums(params: Params, batch: TrainBatch) -> Array:
         features = batch.target or target_features(
@@ -39,53 +39,66 @@ def feature_scale(target: LoadedTarget, drafter: Drafter, batches: BatchIterator
         supervised = jnp.where(batch.loss_mask_BT[..., None, None], features.features_BTCD, 0.0)
         return jnp.square(supervised.astype(jnp.float32)).sum((0, 1)).ravel()
 
-    def mean_squares(params: Params, batch: TrainBatch) -> Array:
+    def mean_squares(params: Params, rows: TrainBatch) -> Array:
         # One sequence at a time: a whole batch of features need not fit anywhere.
-        rows = jax.tree.map(lambda x: x[:SCALE_SEQUENCES, None], batch)
         sums = jax.lax.map(functools.partial(square_sums, params), rows).sum(0)
         return sums / rows.loss_mask_BT.sum()
 
-    rms_np = np.sqrt(jax.device_get(jax.jit(mean_squares)(target.params, batch)))
-    return jnp.asarray(1.0 / np.maximum(rms_np, 1e-3), jnp.float32)
+    rows = jax.tree.map(lambda x: place(x[:SCALE_SEQUENCES, None], replicated(mesh)), batch)
+    found = jax.jit(mean_squares, out_shardings=replicated(mesh))(target.params, rows)
+    return (1.0 / np.maximum(np.sqrt(jax.device_get(found)), 1e-3)).astype(np.float32)
 
 
-def unit_scale(drafter: Drafter) -> Array:
+def unit_scale(drafter: Drafter) -> np.ndarray:
     """Ones in the place of the feature scale, where none is needed or a checkpoint brings it."""
-    return jnp.ones(len(drafter.config.taps) * drafter.config.block.width)
+    return np.ones(len(drafter.config.taps) * drafter.config.block.width, np.float32)
 
 
 def regression_params(
     config: TrainConfig,
     target: LoadedTarget,
     drafter: Drafter,
-    batches: BatchIterator,
+    batches: Iterator[TrainBatch],
     shared: SharedWeights,
-    scale: Array,
+    scale: np.ndarray,
+    mesh: Mesh,
 ) -> Params:
-    """Parameters that start from a regression on the first sequences (`warm_start.py`); uses up no batch."""
+    """Parameters that start from a regression on the first sequences (`warm_start.py`).
+
+    Args:
+      config: the run.
+      target: the target.
+      drafter: the drafter.
+      batches: whole batches on the host, from the first one on.
+      shared: embedding and LM head.
+      scale: 1 / rms of every feature.
+      mesh: where the target lies.
+    """
     assert isinstance(drafter.config, DSparkConfig), "no other recipe has a warm start"
     settings = {"config": target.config, "taps": drafter.config.taps, "dtype": drafter.dtype}
     forward = jax.jit(functools.partial(target_features, **settings))
-    position = batches.get_state()
     parts: list[RegressionSample] = []
     for _ in range(-(-config.drafter.warm_start_sequences // config.data.batch_size)):
-        batch = TrainBatch.from_host(next(batches))
-        features = batch.target or jax.device_get(forward(target.params, batch.tokens_BT))
+        batch = next(batches)
+        features = batch.target
+        if features is None:
+            features = gather(forward(target.params, place(batch.tokens_BT, replicated(mesh))), mesh)
         parts.append(
             RegressionSample.from_batch(
                 batch.tokens_BT, batch.loss_mask_BT, features.features_BTCD, features.hidden_BTD
             )
         )
-    batches.set_state(position)
     random = nn.meta.unbox(drafter.init(jax.random.key(config.seed)))
+    frozen = (shared.embedding_VD, shared.head_DV, target.params["final_norm"]["scale"])
+    embedding_VD, head_DV, final_norm_D = (np.asarray(x, np.float32) for x in gather(frozen, mesh))
     return warm_start(
         jax.tree.map(np.asarray, random),
         RegressionSample.join(parts),
         config=drafter.config,
-        embedding_VD=np.asarray(shared.embedding_VD, np.float32),
-        head_DV=np.asarray(shared.head_DV, np.float32),
-        final_norm_D=np.asarray(target.params["final_norm"]["scale"], np.float32),
-        feature_scale_X=np.asarray(scale),
+        embedding_VD=embedding_VD,
+        head_DV=head_DV,
+        final_norm_D=final_norm_D,
+        feature_scale_X=scale,
     )
 
 
@@ -95,7 +108,7 @@ def fresh_state(
     config: TrainConfig,
     drafter: Drafter,
     optimizer: optax.GradientTransformation,
-    scale: Array,
+    scale: np.ndarray,
 ) -> TrainState:
     """The state before the first step: the given parameters, or random ones for features of unit size."""
     params = given_params

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -18,18 +19,21 @@ from dspark_jax.checkpoints.sources import TensorSource
 from dspark_jax.checkpoints.targets import open_source
 from dspark_jax.core.errors import InputError, require
 from dspark_jax.core.files import atomic_write
+from dspark_jax.data.chat import ChatTemplate
 from dspark_jax.data.deepspec_cache import DeepSpecCache, is_deepspec_cache
 from dspark_jax.data.draft_vocab import most_frequent_tokens
 from dspark_jax.data.feature_store import FeatureStore
-from dspark_jax.data.pipeline import BatchIterator, training_batches
-from dspark_jax.data.sources import Example, read_responses, split_held_out
+from dspark_jax.data.sources import Example, read_training_examples, split_held_out
 from dspark_jax.drafters.contract import Drafter, Params
 from dspark_jax.drafters.registry import make_drafter
 from dspark_jax.targets.families import decoder_config_from_hf
 from dspark_jax.training.config import TrainConfig, as_json
 
 # What may change when a run goes on: where it lies, and how the same steps are computed, watched and saved.
-MAY_CHANGE = frozenset("run_dir mesh microbatches log_every_steps save_every_steps keep_checkpoints".split())
+MAY_CHANGE = frozenset(
+    "run_name runs checkpoint_root mesh microbatches log_every_steps save_every_steps keep watch evaluation "
+    "distributed".split()
+)
 _log = logging.getLogger(__name__)
 
 
@@ -39,14 +43,14 @@ class RunInputs:
 
     Attributes:
       drafter: the drafter to train.
-      batches: host batches in the order of the run.
+      records: the sequences, or their features.
       given_params: parameters to start from, or None.
       vocabulary_np: target ids of a reduced draft vocabulary, or None.
       cache: the DeepSpec cache that the batches come from, or None.
     """
 
     drafter: Drafter
-    batches: BatchIterator
+    records: Sequence[Example] | FeatureStore | DeepSpecCache
     given_params: Params | None
     vocabulary_np: np.ndarray | None
     cache: DeepSpecCache | None
@@ -67,18 +71,23 @@ def read_inputs(config: TrainConfig) -> RunInputs:
     given = _given_drafter(config, drafter)
     cache = _cache(config, drafter)
     if cache is None:
-        examples = _examples(config, vocab_size)
+        examples = _examples(config, source, vocab_size)
         records = _records(config, source, examples, drafter.config.taps)
     else:  # a cache holds its own sequences; they are read for a draft vocabulary only
         examples = cache.examples() if config.drafter.draft_vocab_size and given is None else []
         records = cache
     return RunInputs(
         drafter=drafter,
-        batches=training_batches(records, config=config.data),
+        records=records,
         given_params=None if given is None else given.params,
         vocabulary_np=_draft_vocabulary(config, given, examples, vocab_size),
         cache=cache,
     )
+
+
+def run_fingerprint(config: TrainConfig) -> str:
+    """A short hash of everything that a run must not change when it goes on."""
+    return hashlib.sha256(json.dumps(_binding(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def claim_run(config: TrainConfig) -> None:
@@ -88,8 +97,7 @@ def claim_run(config: TrainConfig) -> None:
       InputError: the directory holds another run.
     """
     path = config.run_dir / "config.json"
-    resolved = as_json(config)
-    binding = {name: value for name, value in resolved.items() if name not in MAY_CHANGE}
+    binding = _binding(config)
     if path.exists():
         before = json.loads(path.read_text())
         changed = sorted(name for name in binding if binding[name] != before.get(name))
@@ -97,11 +105,15 @@ def claim_run(config: TrainConfig) -> None:
             raise InputError(
                 given=f"{config.run_dir} holds a run with other values of {changed}",
                 expected="the configuration with which the run was started",
-                fix="use a new --run-dir (with --init-from to start from its drafter), or the old values",
+                fix="use a new --run-name (with --init-from to start from its drafter), or the old values",
             )
-    resolved["fingerprint"] = hashlib.sha256(json.dumps(binding, sort_keys=True).encode()).hexdigest()[:16]
+    resolved = {**as_json(config), "fingerprint": run_fingerprint(config)}
     with atomic_write(path, "w") as file:
         json.dump(resolved, file, indent=2)
+
+
+def _binding(config: TrainConfig) -> dict[str, Any]:
+    return {name: value for name, value in as_json(config).items() if name not in MAY_CHANGE}
 
 
 def _cache(config: TrainConfig, drafter: Drafter) -> DeepSpecCache | None:
@@ -118,9 +130,13 @@ def _cache(config: TrainConfig, drafter: Drafter) -> DeepSpecCache | None:
     return cache
 
 
-def _examples(config: TrainConfig, vocab_size: int) -> list[Example]:
+def _examples(config: TrainConfig, source: TensorSource, vocab_size: int) -> list[Example]:
     """The training part of the responses; those too long to be of use are left out."""
-    examples, _ = split_held_out(read_responses(config.responses, vocab_size=vocab_size))
+
+    def template() -> ChatTemplate:
+        return ChatTemplate(tokenizer=source.tokenizer())
+
+    examples, _ = split_held_out(read_training_examples(config.responses, template, vocab_size=vocab_size))
 
     def has_anchor(example: Example) -> bool:
         mask_np = example.loss_mask_np[: config.data.max_length]

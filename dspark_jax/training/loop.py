@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,114 +16,222 @@ from tqdm import tqdm
 
 from dspark_jax.checkpoints.drafter import save_drafter
 from dspark_jax.checkpoints.targets import LoadedTarget, load_target
-from dspark_jax.checkpoints.train_state import TrainCheckpoints
-from dspark_jax.core.metrics import MetricsWriter
+from dspark_jax.checkpoints.train_state import Retention, TrainCheckpoints, restore_checkpoint
+from dspark_jax.core.distributed import (
+    from_local_rows,
+    from_main,
+    gather,
+    is_main,
+    local_rows,
+    on_main,
+    place,
+)
+from dspark_jax.core.errors import require
+from dspark_jax.core.preemption import StopRequest
 from dspark_jax.core.sharding import make_mesh, replicated
 from dspark_jax.data.deepspec_cache import is_deepspec_cache
+from dspark_jax.data.pipeline import BatchIterator, training_batches
 from dspark_jax.drafters.contract import Drafter, Params, SharedWeights
 from dspark_jax.targets.decoder import embedding_table, head_params, lm_head_kernel
+from dspark_jax.training.blueprint import Blueprint, StepProgram
 from dspark_jax.training.cached_features import check_cache
 from dspark_jax.training.config import TrainConfig
-from dspark_jax.training.initial import feature_scale, fresh_state, regression_params, unit_scale
-from dspark_jax.training.inputs import claim_run, read_inputs
-from dspark_jax.training.optimizer import make_optimizer
-from dspark_jax.training.state import Frozen, TrainBatch, batch_shardings, state_shardings
-from dspark_jax.training.step import bind_step
-
-OnLog = Callable[[int, dict[str, Any]], None]
+from dspark_jax.training.goodput import GoodputClock
+from dspark_jax.training.initial import feature_scale, regression_params, unit_scale
+from dspark_jax.training.inputs import claim_run, read_inputs, run_fingerprint
+from dspark_jax.training.state import Frozen, TrainBatch, TrainState, batch_shardings
+from dspark_jax.training.watch import OnLog, TraceWindow, Watcher
 
 
-def train(config: TrainConfig, *, on_log: OnLog | None = None) -> Path:
-    """Trains a drafter, or continues the run that `config.run_dir` holds.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A drafter in the middle of its training, on the host.
+
+    Attributes:
+      drafter: its pure functions.
+      params: its parameters, float32; numpy arrays, on every process.
+      draft_to_target_np: its reduced vocabulary, or None.
+      target: what it drafts for; its arrays may be spread over processes.
+    """
+
+    drafter: Drafter
+    params: Params
+    draft_to_target_np: np.ndarray | None
+    target: LoadedTarget
+
+
+Evaluate = Callable[[Snapshot], Mapping[str, float]]
+
+
+def train(
+    config: TrainConfig, *, on_log: OnLog | None = None, evaluate: Evaluate | None = None
+) -> Path | None:
+    """Trains a drafter, or continues the run that has this name. Every process of a job calls it.
 
     Args:
       config: the run.
-      on_log: called with (step, metrics) whenever a line of metrics is written.
+      on_log: called with (step, metrics) whenever process 0 writes a line of metrics.
+      evaluate: called by all processes every `config.evaluation.every_steps`; what it returns is logged.
 
     Returns:
-      The directory of the exported drafter.
+      The directory of the exported drafter; None if SIGTERM asked the run to stop, which it did saved.
 
     Raises:
-      InputError: the run directory holds another run, or the inputs do not fit together.
+      InputError: the name belongs to another run, or the inputs do not fit together.
+      Diverged: the loss is no number or has jumped; the message names the records of the batch.
     """
+    clock = GoodputClock()
     # 1. Everything that can be refused is refused before a tensor is read.
     inputs = read_inputs(config)
-    drafter, batches = inputs.drafter, inputs.batches
+    drafter, B = inputs.drafter, config.data.batch_size
     mesh = make_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
-    claim_run(config)
+    whole_batches = functools.partial(training_batches, inputs.records, config=config.data)
+    batches = whole_batches(local_rows=local_rows(mesh, B))
+    on_main(functools.partial(claim_run, config))
 
-    # 2. The target, and the state: fresh, from an exported drafter, or resumed.
+    # 2. The target, and the state: this run's own, another run's, or a new one.
     target = load_target(config.target, dtype=config.dtype, mesh=mesh)
     if inputs.cache is not None:
-        check_cache(inputs.cache, target)
+        check_cache(inputs.cache, target, mesh)
     frozen = _frozen(config, target, inputs.vocabulary_np, mesh)
-    checkpoints = TrainCheckpoints(config.run_dir / "checkpoints", keep=config.keep_checkpoints)
-    resumed_step = checkpoints.latest_step()
+    checkpoints = TrainCheckpoints(config.checkpoint_dir, keep=_retention(config))
+    own_step = checkpoints.latest_step()
+    resumes = bool(own_step or config.resume_from)
     scale = unit_scale(drafter)
-    if drafter.feature_kernel is not None and not resumed_step:
-        scale = feature_scale(target, drafter, batches)
-    optimizer = make_optimizer(
-        config.optimizer, steps=config.steps, feature_kernel=drafter.feature_kernel, feature_scale=scale
+    if drafter.feature_kernel is not None and not resumes:
+        scale = feature_scale(target, drafter, next(_host_batches(whole_batches())), mesh)
+    blueprint = Blueprint.of(
+        config,
+        drafter=drafter,
+        target=target.config,
+        mesh=mesh,
+        scale=scale,
+        given_params=inputs.given_params,
     )
-    fresh = functools.partial(fresh_state, config=config, drafter=drafter, optimizer=optimizer, scale=scale)
-    shapes = jax.eval_shape(fresh, inputs.given_params)
-    shardings = state_shardings(shapes, drafter, mesh)
-    if resumed_step:
-        state, data_state = checkpoints.restore(resumed_step, shapes, shardings)
-        batches.set_state(data_state)
+    if resumes:
+        state, saved = _restored(config, checkpoints, own_step, blueprint)
+        batches.set_state(saved["position"])
+        clock.resume(saved["clock"])
     else:
         given_params = inputs.given_params
         if given_params is None and config.drafter.warm_start_sequences:
-            given_params = regression_params(config, target, drafter, batches, frozen.shared, scale)
-        state = jax.jit(fresh, out_shardings=shardings)(given_params)
+            first = _host_batches(whole_batches())
+            given_params = regression_params(config, target, drafter, first, frozen.shared, scale, mesh)
+        fresh = jax.jit(blueprint.fresh, out_shardings=blueprint.shardings)
+        state = fresh(None if given_params is None else from_main(given_params))
 
-    # 3. The compiled step.
-    step_fn = jax.jit(
-        bind_step(config, drafter=drafter, optimizer=optimizer, target=target.config),
-        donate_argnums=0,
-        out_shardings=(shardings, replicated(mesh)),
+    # 3. Steps. What a step says is read one step later, when the device is busy with the next.
+    start, exported_step, stopped = int(state.step), None, False
+    step_fn = StepProgram(blueprint.program, mesh)
+    with contextlib.ExitStack() as stack:
+        progress = tqdm(total=config.steps, initial=start, unit="step", disable=not is_main())
+        watch = Watcher(
+            config.watch,
+            run_dir=config.run_dir,
+            clock=clock,
+            start=start,
+            ids_of=lambda step: batches.ids_of(step - 1),
+            tokens=B * config.data.max_length,
+            ideal_step_s=lambda: step_fn.ideal_s,
+            progress=progress,
+            on_log=on_log,
+        )
+        trace = TraceWindow(config.watch.profile_steps, config.run_dir / "profile")
+        for opened in (checkpoints, progress, watch, trace):
+            stack.enter_context(contextlib.closing(opened))
+        stop = stack.enter_context(StopRequest())
+        for step in range(start + 1, config.steps + 1):
+            last = step == config.steps
+            clock.lap("step" if step > start + 1 else "startup")
+            batch = next(batches)
+            clock.lap("step" if watch.busy() else "input")
+            trace.before(step)
+            state, values = step_fn(state, _to_devices(batch, mesh, B), frozen)
+            if step == start + 1:
+                clock.lap("startup")  # compiled
+            watch.hold(step, values, log=last or step % config.log_every_steps == 0)
+            trace.after(step, values)
+            stopped = stop.reached(step)
+
+            if evaluate is not None and (last or step % config.evaluation.every_steps == 0) and not stopped:
+                watch.check()
+                clock.lap("step")
+                params = gather(state.params, mesh)
+                snapshot = Snapshot(
+                    drafter=drafter, params=params, draft_to_target_np=inputs.vocabulary_np, target=target
+                )
+                decoded = evaluate(snapshot)
+                clock.lap("evaluation")
+                watch.settle(decoded)
+            if last or stopped or step % config.save_every_steps == 0:
+                watch.settle()  # a bad step is never saved
+                clock.lap("step")
+                beside = {
+                    "position": batches.get_state(),
+                    "clock": clock.get_state(),
+                    "fingerprint": run_fingerprint(config),
+                }
+                checkpoints.save(step, state, beside, watch.means_since_save())
+                if not stopped:
+                    _export(config, target, drafter, gather(state.params, mesh), inputs.vocabulary_np)
+                    exported_step = step
+                clock.lap("save")
+            progress.update()
+            if stopped:
+                break
+    if stopped and not last:
+        return None
+    # 4. Again, for a run that was killed between its last checkpoint and the export.
+    if exported_step != config.steps:
+        _export(config, target, drafter, gather(state.params, mesh), inputs.vocabulary_np)
+    return config.run_dir / "drafter"
+
+
+def _restored(
+    config: TrainConfig, checkpoints: TrainCheckpoints, own_step: int | None, blueprint: Blueprint
+) -> tuple[TrainState, dict[str, Any]]:
+    """The state of this run where there is one, else that of the run to go on from."""
+    if not own_step:
+        assert config.resume_from is not None
+        return restore_checkpoint(config.resume_from, blueprint.shapes, blueprint.shardings)
+    state, saved = checkpoints.restore(own_step, blueprint.shapes, blueprint.shardings)
+    require(
+        saved["fingerprint"] == run_fingerprint(config),
+        given=f"{config.checkpoint_dir} with the checkpoints of another configuration",
+        expected="the configuration with which the run was started",
+        fix="use a new --run-name (with --resume-from to go on from these checkpoints), or the old values",
+    )
+    return state, saved
+
+
+def _host_batches(batches: BatchIterator) -> Iterator[TrainBatch]:
+    return map(TrainBatch.from_host, batches)
+
+
+def _to_devices(batch: dict[str, np.ndarray], mesh: Mesh, batch_size: int) -> TrainBatch:
+    """A global batch, of which this process has read its rows."""
+    local = TrainBatch.from_host(batch)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype), local)
+    return jax.tree.map(
+        functools.partial(from_local_rows, batch_size=batch_size), local, batch_shardings(shapes, mesh)
     )
 
-    # 4. Steps. Metrics of a step are read one step later, when the device is busy with the next.
-    start, pending = int(state.step), None
-    last_time_s, last_step = time.monotonic(), start
 
-    def log(pending: tuple[int, dict]) -> None:
-        nonlocal last_time_s, last_step
-        step, values = pending
-        values = jax.device_get(values)
-        now_s = time.monotonic()
-        row = writer.write(step, {**values, "steps_per_s": (step - last_step) / (now_s - last_time_s)})
-        last_time_s, last_step = now_s, step
-        progress.set_postfix(loss=f"{row['loss']:.3f}", tau=f"{row['expected_tau']:.3f}")
-        if on_log is not None:
-            on_log(step, row)
-
-    with (
-        contextlib.closing(checkpoints),
-        contextlib.closing(MetricsWriter(config.run_dir)) as writer,
-        tqdm(total=config.steps, initial=start, unit="step") as progress,
-    ):
-        for step in range(start + 1, config.steps + 1):
-            batch = TrainBatch.from_host(next(batches))
-            state, values = step_fn(state, jax.device_put(batch, batch_shardings(batch, mesh)), frozen)
-            if pending is not None:
-                log(pending)
-            pending = (step, values) if step % config.log_every_steps == 0 or step == config.steps else None
-            if step % config.save_every_steps == 0 or step == config.steps:
-                checkpoints.save(step, state, batches.get_state())
-                _export(config, target, drafter, state.params, inputs.vocabulary_np)
-            progress.update()
-        if pending is not None:
-            log(pending)
-    # Again, for a run that was killed between its last checkpoint and the export.
-    return _export(config, target, drafter, state.params, inputs.vocabulary_np)
+def _retention(config: TrainConfig) -> Retention:
+    keep = config.keep
+    return Retention(
+        latest=keep.latest,
+        best=keep.best,
+        metric=keep.metric,
+        lowest=keep.lowest,
+        every_steps=keep.every_steps,
+    )
 
 
 def _frozen(
     config: TrainConfig, target: LoadedTarget, vocabulary_np: np.ndarray | None, mesh: Mesh
 ) -> Frozen:
-    vocabulary = None if vocabulary_np is None else jax.device_put(vocabulary_np, replicated(mesh))
+    vocabulary = None if vocabulary_np is None else place(vocabulary_np, replicated(mesh))
     shared = SharedWeights.cut(
         embedding_table(target.params), lm_head_kernel(target.params), vocabulary, target.config.scaling
     )
@@ -137,16 +245,18 @@ def _export(
     config: TrainConfig,
     target: LoadedTarget,
     drafter: Drafter,
-    params: Params,
+    params_np: Params,
     vocabulary_np: np.ndarray | None,
-) -> Path:
-    directory = config.run_dir / "drafter"
-    save_drafter(
-        directory,
-        drafter=drafter,
-        params=jax.device_get(params),
-        draft_to_target_np=vocabulary_np,
-        target_hf_config=target.hf_config,
-        num_anchors=config.data.num_anchors,
+) -> None:
+    """Writes the drafter, in process 0."""
+    on_main(
+        functools.partial(
+            save_drafter,
+            config.run_dir / "drafter",
+            drafter=drafter,
+            params=params_np,
+            draft_to_target_np=vocabulary_np,
+            target_hf_config=target.hf_config,
+            num_anchors=config.data.num_anchors,
+        )
     )
-    return directory

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 from flax import traverse_util
@@ -16,7 +18,11 @@ MUON_RMS = 0.2  # size of an orthogonalised update relative to the learning rate
 
 
 def make_optimizer(
-    config: OptimizerConfig, *, steps: int, feature_kernel: tuple[str, ...] | None, feature_scale: Array
+    config: OptimizerConfig,
+    *,
+    steps: int,
+    feature_kernel: tuple[str, ...] | None,
+    feature_scale: Array | np.ndarray,
 ) -> optax.GradientTransformation:
     """AdamW or Muon with warm-up and cosine decay, seeing the features as if they had unit size.
 
@@ -60,7 +66,7 @@ class UnitFeaturesState(NamedTuple):
 
 
 def with_unit_features(
-    inner: optax.GradientTransformation, kernel: tuple[str, ...], feature_scale: Array
+    inner: optax.GradientTransformation, kernel: tuple[str, ...], feature_scale: Array | np.ndarray
 ) -> optax.GradientTransformation:
     """Optimises the kernel at a path, fc, as if features were divided by their rms first.
 
@@ -74,7 +80,7 @@ def with_unit_features(
         return traverse_util.unflatten_dict({**flat, kernel: flat[kernel] * scale})
 
     def init(params):
-        return UnitFeaturesState(feature_scale[:, None], inner.init(params))
+        return UnitFeaturesState(jnp.asarray(feature_scale)[:, None], inner.init(params))
 
     def update(updates, state, params=None):
         updates, inner_state = inner.update(rescale(updates, state.scale), state.inner, params)

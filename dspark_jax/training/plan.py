@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from typing import Any
 
@@ -20,11 +19,10 @@ from dspark_jax.drafters.contract import SharedWeights
 from dspark_jax.drafters.registry import make_drafter
 from dspark_jax.targets.config import DecoderConfig
 from dspark_jax.targets.decoder import Decoder
+from dspark_jax.training.blueprint import Blueprint
 from dspark_jax.training.config import TrainConfig
-from dspark_jax.training.initial import fresh_state, unit_scale
-from dspark_jax.training.optimizer import make_optimizer
-from dspark_jax.training.state import Frozen, TrainBatch, batch_shardings, state_shardings
-from dspark_jax.training.step import bind_step
+from dspark_jax.training.initial import unit_scale
+from dspark_jax.training.state import Frozen, TrainBatch, batch_shardings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,9 +69,10 @@ def plan_step(config: TrainConfig, target: DecoderConfig, mesh: Mesh) -> StepPla
       target: dimensions of the target.
       mesh: devices, real or of a topology.
     """
-    step, arguments = abstract_step(config, target, mesh)
+    blueprint, arguments = abstract_step(config, target, mesh)
     state, batch, frozen = arguments
-    cost: MatmulCost = matmul_cost(jax.make_jaxpr(step)(*arguments))
+    traced = blueprint.program.trace(*arguments)
+    cost: MatmulCost = matmul_cost(traced.jaxpr)
     known: dict[str, Any] = {
         "target_bytes": device_bytes(frozen),
         "parameter_bytes": device_bytes(state.params),
@@ -83,10 +82,8 @@ def plan_step(config: TrainConfig, target: DecoderConfig, mesh: Mesh) -> StepPla
         "traffic_bytes": cost.traffic_bytes,
         "tokens": config.data.batch_size * config.data.max_length,
     }
-    shardings = jax.tree.map(lambda x: x.sharding, state)
-    program = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
     try:
-        compiled = program.lower(*arguments).compile()
+        compiled = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -110,18 +107,11 @@ def plan_step(config: TrainConfig, target: DecoderConfig, mesh: Mesh) -> StepPla
     )
 
 
-def abstract_step(config: TrainConfig, target: DecoderConfig, mesh: Mesh) -> tuple[Any, tuple]:
-    """The step of a run and its arguments (state, batch, frozen) as sharded shapes without data."""
+def abstract_step(config: TrainConfig, target: DecoderConfig, mesh: Mesh) -> tuple[Blueprint, tuple]:
+    """The blueprint of a run and the arguments of its step (state, batch, frozen) as sharded shapes."""
     drafter = make_drafter(config.drafter.resolve(target), jnp.dtype(config.dtype))
-    scale = unit_scale(drafter)
-    optimizer = make_optimizer(
-        config.optimizer, steps=config.steps, feature_kernel=drafter.feature_kernel, feature_scale=scale
-    )
-    fresh = functools.partial(
-        fresh_state, None, config=config, drafter=drafter, optimizer=optimizer, scale=scale
-    )
-    state = jax.eval_shape(fresh)
-    state = _placed(state, state_shardings(state, drafter, mesh))
+    blueprint = Blueprint.of(config, drafter=drafter, target=target, mesh=mesh, scale=unit_scale(drafter))
+    state = _placed(blueprint.shapes, blueprint.shardings)
 
     B, T, A = config.data.batch_size, config.data.max_length, config.data.num_anchors
     batch = {
@@ -136,9 +126,8 @@ def abstract_step(config: TrainConfig, target: DecoderConfig, mesh: Mesh) -> tup
         batch["hidden_BTD"] = jax.ShapeDtypeStruct((B, T, width), jnp.bfloat16)
         batch["logz_BT"] = jax.ShapeDtypeStruct((B, T), np.float32)
     batch = TrainBatch.from_host(batch)
-    step = bind_step(config, drafter=drafter, optimizer=optimizer, target=target)
     frozen = _abstract_frozen(config, target, mesh, drafter.config.vocab_size)
-    return step, (state, _placed(batch, batch_shardings(batch, mesh)), frozen)
+    return blueprint, (state, _placed(batch, batch_shardings(batch, mesh)), frozen)
 
 
 def _abstract_frozen(config: TrainConfig, target: DecoderConfig, mesh: Mesh, draft_vocab: int) -> Frozen:

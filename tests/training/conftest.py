@@ -87,7 +87,8 @@ def make_config(target_directory, responses) -> Callable[..., TrainConfig]:
 
     def make(run_dir: Path, **changes) -> TrainConfig:
         fields = {
-            "run_dir": run_dir,
+            "run_name": run_dir.name,
+            "runs": run_dir.parent,
             "target": str(target_directory),
             "drafter": DSparkRecipe(
                 taps=(-1, 1),

@@ -14,6 +14,7 @@ import pytest
 
 from dspark_jax.checkpoints.targets import load_target
 from dspark_jax.core.errors import InputError
+from dspark_jax.core.sharding import make_mesh
 from dspark_jax.data.deepspec_cache import DeepSpecCache
 from dspark_jax.data.sources import is_held_out
 from dspark_jax.drafters.contract import SharedWeights
@@ -168,7 +169,8 @@ def test_a_run_from_the_cache_follows_the_run_online(
 
 
 def test_features_of_other_layers_are_refused(write_cache, target, tmp_path):
-    check_cache(DeepSpecCache(write_cache(tmp_path / "right")), target)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    check_cache(DeepSpecCache(write_cache(tmp_path / "right")), target, mesh)
 
     with pytest.raises(InputError, match="stored for layer 1"):
-        check_cache(DeepSpecCache(write_cache(tmp_path / "shifted", taps=(-1, 0))), target)
+        check_cache(DeepSpecCache(write_cache(tmp_path / "shifted", taps=(-1, 0))), target, mesh)

@@ -29,6 +29,12 @@ from dspark_jax.training.inputs import claim_run
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST_SAVE, STEPS = 6, 8
+HALF = {
+    "7.orbax-checkpoint-tmp-1234": ["data"],
+    "9": ["_CHECKPOINT_METADATA"],
+    "10": ["data"],
+    "11": ["state/manifest.ocdbt"],
+}
 
 
 @dataclasses.dataclass
@@ -105,7 +111,7 @@ def copy_of(tmp_path) -> Callable[[Record], TrainConfig]:
 
     def copy(record: Record) -> TrainConfig:
         shutil.copytree(record.config.run_dir, tmp_path / "run")
-        return dataclasses.replace(record.config, run_dir=tmp_path / "run")
+        return dataclasses.replace(record.config, runs=tmp_path)
 
     return copy
 
@@ -124,11 +130,20 @@ def test_a_stopped_run_continues_exactly_and_never_from_half_a_checkpoint(finish
     config = copy_of(interrupted)
     checkpoints = config.run_dir / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["3", "6"]
-    half = checkpoints / "7.orbax-checkpoint-tmp-1234"
-    shutil.copytree(checkpoints / "6", half)
-    shutil.rmtree(half / "data")
+    # What a crash while saving leaves, and what a copy or a deletion leaves that was broken off.
+    for name, lost in HALF.items():
+        shutil.copytree(checkpoints / "6", checkpoints / name)
+        for part in lost:
+            path = checkpoints / name / part
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (checkpoints / "12").mkdir()
 
     assert_continues(run(config), finished, LAST_SAVE)
+    # Step 8 could be saved beside them, and the best one of the old is still there.
+    aside = {f"{name}.incomplete" for name in HALF if name.isdecimal()} | {"12.incomplete"}
+    assert {path.name for path in checkpoints.iterdir() if not path.name.startswith("7.")} - {"3"} == (
+        {"6", "8"} | aside
+    )
 
 
 def test_other_devices_continue_with_the_same_losses(finished, interrupted, copy_of, on_devices):
@@ -199,9 +214,11 @@ def test_metrics_of_a_run(finished):
     rows = [json.loads(line) for line in (finished.config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     scalars = "loss ce tv kl bce expected_tau rows anchors_per_sequence gradient_norm steps_per_s".split()
+    lost = [f"lost_{kind}_s" for kind in ("startup", "input", "save", "evaluation", "restart")]
+    scalars += ["tokens_per_s", "goodput", *lost]
     vectors = "accept_G agree_G confidence_bias_G".split()
     for row in rows:
-        assert set(row) == {"step", *scalars, *vectors}
+        assert set(row) == {"step", *scalars, *vectors}  # a CPU states no peak, so no utilisation
         assert all(len(row[name]) == 3 for name in vectors)
         assert np.isfinite([row[name] for name in scalars]).all()
     board = b"".join(path.read_bytes() for path in (finished.config.run_dir / "tensorboard").iterdir())
