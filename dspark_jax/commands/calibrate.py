@@ -41,7 +41,8 @@ class Calibrate(HeldOutRun):
     """Sampling temperature that the calibration is for; 0 is greedy."""
 
     def __post_init__(self):
-        if self.num_prompts_per_domain < 2:
+        super().__post_init__()
+        if self.num_prompts_per_domain is not None and self.num_prompts_per_domain < 2:
             raise InputError(
                 given=f"num_prompts_per_domain={self.num_prompts_per_domain}",
                 expected="at least 2: half of the prompts fit, the other half check",
@@ -51,10 +52,10 @@ class Calibrate(HeldOutRun):
 
 def run(config: Calibrate) -> None:
     """Decodes full blocks, fits, prints the errors before and after, and writes the file."""
-    loaded, prompts = config.load()
+    loaded, chosen = config.load()
     measured = measure(
         loaded,
-        prompts,
+        chosen.prompts,
         temperature=config.temperature,
         max_new_tokens=config.max_new_tokens,
         seed=config.seed,

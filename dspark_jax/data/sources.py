@@ -142,7 +142,7 @@ def read_prompts(source: Paths | Iterator[Row], *, max_bad_share: float = 0.01) 
     return _unique_ids(_parse_rows(source, parse, max_bad_share))
 
 
-def load_with_datasets(name: str, *, split: str = "train", **options) -> Iterator[Row]:
+def load_with_datasets(name: str, /, *, split: str = "train", **options) -> Iterator[Row]:
     """Rows through the `datasets` package, for any of the readers above.
 
     Args:
