@@ -19,8 +19,8 @@ from dspark_jax.evaluation.calibration_report import (
     full_block_rounds,
     plot_reliability,
 )
+from dspark_jax.evaluation.diagnostics import halves
 from dspark_jax.evaluation.held_out import HeldOutRun
-from dspark_jax.evaluation.prompts import prompt_hash
 from dspark_jax.evaluation.provenance import plain_settings, provenance
 from dspark_jax.evaluation.runner import measure
 from dspark_jax.speculation.calibration import fit_temperatures
@@ -60,12 +60,7 @@ def run(config: Calibrate) -> None:
         max_new_tokens=config.max_new_tokens,
         seed=config.seed,
     )
-    # By prompt, not by round: rounds of one answer resemble one another.
-    halves = [
-        [record for record in measured.records if prompt_hash(record.id, "dspark-calibrate") % 2 == half]
-        for half in (0, 1)
-    ]
-    to_fit, to_check = map(full_block_rounds, halves)
+    to_fit, to_check = map(full_block_rounds, halves(measured.records))
     temperatures_np = fit_temperatures(to_fit.logits_np, to_fit.survived_np)
     before = calibration_figures(to_check, np.ones_like(temperatures_np))
     after = calibration_figures(to_check, temperatures_np)

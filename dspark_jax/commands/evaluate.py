@@ -124,6 +124,8 @@ def _result(
 ) -> dict[str, Any]:
     sampler = dataclasses.asdict(SamplingOptions(temperature=temperature))
     del sampler["seed"]
+    whole = acceptance.whole.as_json()
+    del whole["per_prompt"]  # the domains have it
     return {
         "temperature": temperature,
         "sampler": sampler if temperature > 0 else "greedy",
@@ -133,6 +135,7 @@ def _result(
         "tokens_per_s": measured.tokens_per_s,
         "macro": {"accepted_length": acceptance.macro.as_json()},
         "groups": {name: estimate.as_json() for name, estimate in acceptance.groups.items()},
+        "all": whole,
         "domains": {name: domain.as_json() for name, domain in acceptance.domains.items()},
     }
 

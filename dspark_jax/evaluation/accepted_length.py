@@ -112,6 +112,8 @@ class Acceptance:
 
     domains: dict[str, DomainAcceptance]
     macro: Estimate
+    whole: DomainAcceptance
+    """All rounds together, whatever their domain."""
     groups: dict[str, Estimate]
     """Averages over the domains of a group, such as math, code and chat of the paper's suites."""
 
@@ -206,28 +208,11 @@ def summarise(
         raise InputError(given="no prompts", expected="at least one", fix="check the prompt files")
     domains, draws = {}, []
     for domain in sorted(by_domain):
-        of_domain = by_domain[domain]
         draw_seed = [seed, zlib.crc32(domain.encode())]
-        draws.append(resampled_accepted_lengths(of_domain, draw_seed))
-        low_np, high_np = _conditional_interval(of_domain, block_len, draw_seed)
-        rounds = sum(len(record.committed_np) for record in of_domain)
-        domains[domain] = DomainAcceptance(
-            prompts=len({record.id for record in of_domain}),
-            rounds=rounds,
-            new_tokens=sum(record.new_tokens for record in of_domain),
-            accepted_length=_estimate(accepted_length(of_domain), draws[-1]),
-            positions=position_statistics(
-                np.concatenate([record.accepted_np for record in of_domain]),
-                np.concatenate([record.verified_np for record in of_domain]),
-                block_len,
-            ),
-            conditional_low_np=low_np,
-            conditional_high_np=high_np,
-            accepted_tokens=sum(int(record.accepted_np.sum()) for record in of_domain),
-            verified_tokens=sum(int(record.verified_np.sum()) for record in of_domain),
-            drafted_tokens=rounds * block_len,
-            per_prompt=per_prompt_sums(of_domain),
-        )
+        draws.append(resampled_accepted_lengths(by_domain[domain], draw_seed))
+        domains[domain] = _acceptance(by_domain[domain], block_len, draws[-1], draw_seed)
+    whole = [record for of_domain in by_domain.values() for record in of_domain]
+    draws_of_all = resampled_accepted_lengths(whole, [seed])
     values = [domain.accepted_length.value for domain in domains.values()]
     averages = {}
     for group, members in (groups or {}).items():
@@ -236,7 +221,37 @@ def summarise(
             group_draws = np.mean([draws[place] for place in chosen], axis=0)
             averages[group] = _estimate(float(np.mean([values[place] for place in chosen])), group_draws)
     macro = _estimate(float(np.mean(values)), np.mean(draws, axis=0))
-    return Acceptance(domains=domains, macro=macro, groups=averages)
+    return Acceptance(
+        domains=domains,
+        macro=macro,
+        groups=averages,
+        whole=_acceptance(whole, block_len, draws_of_all, [seed]),
+    )
+
+
+def _acceptance(
+    records: Sequence[PromptRounds], block_len: int, draws: np.ndarray, seed: Sequence[int]
+) -> DomainAcceptance:
+    """Acceptance over some records, whose accepted lengths were resampled already."""
+    rounds = sum(len(record.committed_np) for record in records)
+    low_np, high_np = _conditional_interval(records, block_len, seed)
+    return DomainAcceptance(
+        prompts=len({record.id for record in records}),
+        rounds=rounds,
+        new_tokens=sum(record.new_tokens for record in records),
+        accepted_length=_estimate(accepted_length(records), draws),
+        positions=position_statistics(
+            np.concatenate([record.accepted_np for record in records]),
+            np.concatenate([record.verified_np for record in records]),
+            block_len,
+        ),
+        conditional_low_np=low_np,
+        conditional_high_np=high_np,
+        accepted_tokens=sum(int(record.accepted_np.sum()) for record in records),
+        verified_tokens=sum(int(record.verified_np.sum()) for record in records),
+        drafted_tokens=rounds * block_len,
+        per_prompt=per_prompt_sums(records),
+    )
 
 
 def _estimate(value: float, draws: np.ndarray) -> Estimate:
