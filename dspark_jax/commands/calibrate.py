@@ -19,8 +19,8 @@ from dspark_jax.evaluation.calibration_report import (
     full_block_rounds,
     plot_reliability,
 )
+from dspark_jax.evaluation.diagnostics import halves
 from dspark_jax.evaluation.held_out import HeldOutRun
-from dspark_jax.evaluation.prompts import prompt_hash
 from dspark_jax.evaluation.provenance import plain_settings, provenance
 from dspark_jax.evaluation.runner import measure
 from dspark_jax.speculation.calibration import fit_temperatures
@@ -41,7 +41,8 @@ class Calibrate(HeldOutRun):
     """Sampling temperature that the calibration is for; 0 is greedy."""
 
     def __post_init__(self):
-        if self.num_prompts_per_domain < 2:
+        super().__post_init__()
+        if self.num_prompts_per_domain is not None and self.num_prompts_per_domain < 2:
             raise InputError(
                 given=f"num_prompts_per_domain={self.num_prompts_per_domain}",
                 expected="at least 2: half of the prompts fit, the other half check",
@@ -51,20 +52,15 @@ class Calibrate(HeldOutRun):
 
 def run(config: Calibrate) -> None:
     """Decodes full blocks, fits, prints the errors before and after, and writes the file."""
-    loaded, prompts = config.load()
+    loaded, chosen = config.load()
     measured = measure(
         loaded,
-        prompts,
+        chosen.prompts,
         temperature=config.temperature,
         max_new_tokens=config.max_new_tokens,
         seed=config.seed,
     )
-    # By prompt, not by round: rounds of one answer resemble one another.
-    halves = [
-        [record for record in measured.records if prompt_hash(record.id, "dspark-calibrate") % 2 == half]
-        for half in (0, 1)
-    ]
-    to_fit, to_check = map(full_block_rounds, halves)
+    to_fit, to_check = map(full_block_rounds, halves(measured.records))
     temperatures_np = fit_temperatures(to_fit.logits_np, to_fit.survived_np)
     before = calibration_figures(to_check, np.ones_like(temperatures_np))
     after = calibration_figures(to_check, temperatures_np)

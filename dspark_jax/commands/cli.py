@@ -28,6 +28,13 @@ COMMANDS = {
         "Evaluate",
         "measure accepted length and acceptance per position on held-out prompts",
     ),
+    "diagnose": (
+        "diagnose",
+        "Diagnose",
+        "thresholds, calibration under shift and context length, from an evaluation",
+    ),
+    "report": ("report", "Report", "one HTML file with tables and figures of any results, runs side by side"),
+    "compare": ("compare", "Compare", "train drafters on one budget, evaluate them alike, compare them"),
     "calibrate": ("calibrate", "Calibrate", "make predicted survival come true, and see how far it is off"),
     "convert": ("convert", "Convert", "write a drafter in the format of another project, or in ours"),
     "verify-golden": (

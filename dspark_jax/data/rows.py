@@ -48,7 +48,7 @@ def open_rows(names: Paths) -> Iterator[Row]:
 
 
 def load_with_datasets(
-    name: str, *, split: str = "train", place: str | None = None, **options: Any
+    name: str, /, *, split: str = "train", place: str | None = None, **options: Any
 ) -> Iterator[Row]:
     """Rows through the `datasets` package, one after the other: nothing is copied into a cache.
 

@@ -6,7 +6,7 @@ import collections
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,7 +27,7 @@ def read_evaluation_prompts(paths: Sequence[Path]) -> list[Prompt]:
     sets = [path for path in paths if _is_evaluation_set(path)]
     candidates = read_prompts([path for path in paths if path not in sets])
     prompts = [prompt for prompt in candidates if is_held_out(prompt.id)]
-    prompts += read_prompts(row for path in sets for row in _first_turns(path))
+    prompts += read_prompts(row for path in sets for row in first_turns(path, path.name.partition(".")[0]))
     if not prompts:
         raise InputError(
             given=f"no held-out prompt in {', '.join(map(str, paths))}",
@@ -38,7 +38,7 @@ def read_evaluation_prompts(paths: Sequence[Path]) -> list[Prompt]:
 
 
 def choose_prompts(
-    prompts: Iterable[Prompt], per_domain: int, fits: Callable[[Prompt], bool]
+    prompts: Iterable[Prompt], per_domain: int | Mapping[str, int], fits: Callable[[Prompt], bool]
 ) -> list[Prompt]:
     """At most `per_domain` prompts of every domain, in the order of a hash of their ids.
 
@@ -46,13 +46,14 @@ def choose_prompts(
 
     Args:
       prompts: candidates.
-      per_domain: wanted of each domain.
+      per_domain: wanted of each domain, or of each by its name.
       fits: false for prompts to leave out, such as those that are too long.
     """
     chosen: list[Prompt] = []
     counts: collections.Counter[str] = collections.Counter()
     for prompt in sorted(prompts, key=lambda prompt: prompt_hash(prompt.id)):
-        if counts[prompt.domain] < per_domain and fits(prompt):
+        wanted = per_domain if isinstance(per_domain, int) else per_domain[prompt.domain]
+        if counts[prompt.domain] < wanted and fits(prompt):
             counts[prompt.domain] += 1
             chosen.append(prompt)
     return chosen
@@ -76,8 +77,8 @@ def _is_evaluation_set(path: Path) -> bool:
         return False
 
 
-def _first_turns(path: Path) -> Iterator[Row]:
-    name = path.name.partition(".")[0]
+def first_turns(path: Path, name: str) -> Iterator[Row]:
+    """Rows of prompts from lines `{"turns": [...]}`, plain or .gz, of a set with this name."""
     with _open(path) as lines:
         for number, line in enumerate(lines, start=1):
             place = f"{path}:{number}"

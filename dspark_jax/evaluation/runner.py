@@ -15,6 +15,7 @@ from dspark_jax.engine.load import LoadedEngine
 from dspark_jax.engine.requests import FinishReason, Request, SamplingOptions
 from dspark_jax.evaluation.accepted_length import PromptRounds, accepted_length
 from dspark_jax.evaluation.prompts import prompt_hash
+from dspark_jax.evaluation.rounds_log import Answer, RoundsLog, answer_key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,8 +23,9 @@ class Measurement:
     """Prompts decoded at one temperature.
 
     Attributes:
-      records: one for each prompt, in the order of the prompts.
-      seconds: wall time for all of them, prefill included, compilation excluded.
+      records: one for each answer, in the order of the repeats and of the prompts.
+      seconds: wall time for all of them, prefill included, compilation excluded. Of an interrupted run: up to
+        the last answer that was finished, in each of its parts.
     """
 
     records: list[PromptRounds]
@@ -41,7 +43,14 @@ class Measurement:
 
 
 def measure(
-    loaded: LoadedEngine, prompts: Sequence[Prompt], *, temperature: float, max_new_tokens: int, seed: int = 0
+    loaded: LoadedEngine,
+    prompts: Sequence[Prompt],
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    seed: int = 0,
+    repeats: int = 1,
+    log: RoundsLog | None = None,
 ) -> Measurement:
     """Decodes all prompts, batched over the engine's slots, and shows progress.
 
@@ -51,33 +60,53 @@ def measure(
       temperature: 0 is greedy.
       max_new_tokens: longest answer.
       seed: with a prompt's id it decides that prompt's draws.
+      repeats: answers to each prompt, from seeds seed, seed + 1, ...
+      log: takes every answer as it is finished; those that it already has are not drawn again.
     """
-    requests = {
-        prompt.id: Request(
-            id=prompt.id,
+    answers = {} if log is None else log.answers
+    requests: dict[str, Request] = {}
+    wanted = {
+        answer_key(temperature, repeat, prompt.id): (repeat, prompt)
+        for repeat in range(repeats)
+        for prompt in prompts
+    }
+    for key, (repeat, prompt) in wanted.items():
+        if key in answers:
+            continue
+        draw_seed = prompt_hash(prompt.id, f"answer {seed + repeat}")
+        requests[key] = Request(
+            id=key,
             prompt_tokens=loaded.chat.render_prompt([{"role": "user", "content": prompt.text}]),
             max_new_tokens=max_new_tokens,
             stop_ids=frozenset(loaded.target.eos_ids),
-            sampling=SamplingOptions(temperature=temperature, seed=prompt_hash(prompt.id, f"answer {seed}")),
+            sampling=SamplingOptions(temperature=temperature, seed=draw_seed),
         )
-        for prompt in prompts
-    }
-    buckets = loaded.engine.config.prefill_buckets
-    needed = {bucket_for(len(request.prompt_tokens), buckets) for request in requests.values()}
-    loaded.engine.warm_up(needed, draws={request.sampling.draw for request in requests.values()})
+    if requests:
+        buckets = loaded.engine.config.prefill_buckets
+        needed = {bucket_for(len(request.prompt_tokens), buckets) for request in requests.values()}
+        loaded.engine.warm_up(needed, draws={request.sampling.draw for request in requests.values()})
 
-    records: dict[str, PromptRounds] = {}
-    domains = {prompt.id: prompt.domain for prompt in prompts}
-    start_s = time.perf_counter()
-    with tqdm(total=len(requests), unit="prompt", desc=f"temperature {temperature:g}") as progress:
+    done = {key: answers[key] for key in wanted if key in answers}
+    last_s = time.perf_counter()
+    with tqdm(
+        total=len(wanted), initial=len(done), unit="answer", desc=f"temperature {temperature:g}"
+    ) as progress:
         for finished in loaded.engine.run(requests.values()):
-            records[finished.id] = rounds_of(finished, domains[finished.id])
-            progress.set_postfix(
-                accepted_length=f"{accepted_length(list(records.values())):.2f}", refresh=False
-            )
+            now_s = time.perf_counter()
+            repeat, prompt = wanted[finished.id]
+            rounds = dataclasses.replace(rounds_of(finished, prompt.domain), id=prompt.id, repeat=repeat)
+            answer = Answer(rounds=rounds, temperature=temperature, seconds=now_s - last_s)
+            last_s = now_s
+            done[finished.id] = answer
+            if log is not None:
+                log.append(answer)
+            so_far = accepted_length([answer.rounds for answer in done.values()])
+            progress.set_postfix(accepted_length=f"{so_far:.2f}", refresh=False)
             progress.update()
-    seconds = time.perf_counter() - start_s
-    return Measurement(records=[records[prompt.id] for prompt in prompts], seconds=seconds)
+    return Measurement(
+        records=[done[key].rounds for key in wanted],
+        seconds=sum(answer.seconds for answer in done.values()),
+    )
 
 
 def rounds_of(request: Request, domain: str) -> PromptRounds:
@@ -97,6 +126,7 @@ def rounds_of(request: Request, domain: str) -> PromptRounds:
     return PromptRounds(
         id=request.id,
         domain=domain,
+        prompt_tokens=len(request.prompt_tokens),
         new_tokens=len(request.emitted),
         committed_np=committed_np,
         accepted_np=accepted_np,

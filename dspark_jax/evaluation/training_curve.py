@@ -42,7 +42,7 @@ def read_training_curve(run_dir: Path) -> TrainingCurve:
     Raises:
       InputError: there is no such file, or nothing in it.
     """
-    rows = _rows(run_dir / "metrics.jsonl")
+    rows = read_metrics(run_dir)
     steps_np = np.array([row["step"] for row in rows])
     rows_np = np.array([row["rows"] for row in rows])
     return TrainingCurve(
@@ -53,7 +53,13 @@ def read_training_curve(run_dir: Path) -> TrainingCurve:
     )
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics, without those that a resumed run has repeated.
+
+    Raises:
+      InputError: there is no such file, or nothing in it.
+    """
+    path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise InputError(
             given=f"{path}: no such file", expected="metrics of a run", fix="pass run directories of train.py"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -160,3 +161,33 @@ def test_an_answer_of_one_token_has_no_rounds():
     request.emit([9])
 
     assert len(rounds_of(request, "math").committed_np) == 0
+
+
+def test_repeats_of_one_prompt_are_one_unit():
+    records = [record("a", [0, 0]), dataclasses.replace(record("a", [3]), repeat=1), record("b", [2, 2])]
+    acceptance = summarise(records, G)
+    math = acceptance.domains["math"]
+
+    assert math.prompts == 2
+    assert math.per_prompt == {"a": (3, 6), "b": (2, 6)}
+    # Twice a, a and b, or twice b; never one answer of a alone.
+    draws = np.unique(resampled_accepted_lengths(records, [0]))
+    np.testing.assert_allclose(draws, [6 / 3, 12 / 5, 6 / 2])
+
+
+def test_rates_by_hand():
+    domain = summarise([record("a", [2, 0, 3]), record("b", [1])], G).domains["math"]
+    assert (domain.accept_rate, domain.verify_rate) == (6 / 12, 1.0)
+
+
+def test_groups_average_their_domains():
+    records = [record("a", [1], "gsm8k"), record("b", [3], "math500"), record("c", [0], "mbpp")]
+    acceptance = summarise(records, G, groups={"math": ["gsm8k", "math500", "aime25"], "chat": ["alpaca"]})
+    assert {name: estimate.value for name, estimate in acceptance.groups.items()} == {"math": 3.0}
+
+
+def test_the_interval_of_conditional_acceptance_comes_from_prompts():
+    # Prompt a always passes position 1, prompt b never does: sets of two prompts see 0, 1/2 or 1.
+    domain = summarise([record("a", [1, 1]), record("b", [0, 0])], G).domains["math"]
+    assert (domain.conditional_low_np[0], domain.conditional_high_np[0]) == (0.0, 1.0)
+    assert np.isnan(domain.conditional_low_np[2])  # no round got there
