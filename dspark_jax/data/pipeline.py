@@ -17,6 +17,7 @@ from dspark_jax.data.anchors import sample_anchors
 from dspark_jax.data.deepspec_cache import DeepSpecCache
 from dspark_jax.data.feature_record import FeatureRecord
 from dspark_jax.data.feature_store import FeatureStore
+from dspark_jax.data.packing import Document, collate, first_fit
 from dspark_jax.data.sources import Example
 
 _log = logging.getLogger(__name__)
@@ -27,17 +28,20 @@ class DataConfig:
     """Shapes and order of the training batches."""
 
     batch_size: int
-    """Sequences per optimiser step, over all processes together."""
+    """Rows per optimiser step, over all processes together."""
     max_length: int
     """Tokens per row: shorter sequences are padded on the right, longer ones are cut."""
     num_anchors: int
     """Draft blocks per sequence (A)."""
+    row_anchors: int | None = None
+    """Pack whole sequences into rows of at most `max_length` tokens and this many draft blocks; None: one
+    sequence per row."""
     balance_domains: bool = False
     """Draw equally many sequences from every domain; the smaller domains then repeat more often."""
     seed: int = 0
     """Decides the order of every epoch and the anchors of every record in it."""
     prefetch_batches: int = 4
-    """Batches prepared ahead by threads; has no influence on their content."""
+    """Batches prepared ahead by threads (of packed rows: documents for one); has no influence on content."""
     read_threads: int = 2
 
     def __post_init__(self):
@@ -46,6 +50,12 @@ class DataConfig:
                 raise InputError(
                     given=f"{name}={getattr(self, name)}", expected="at least 1", fix=f"raise {name}"
                 )
+        if self.row_anchors is not None and self.row_anchors < self.num_anchors:
+            raise InputError(
+                given=f"row_anchors={self.row_anchors} with num_anchors={self.num_anchors}",
+                expected="a row with room for the blocks of one sequence",
+                fix="raise row_anchors or lower num_anchors",
+            )
 
 
 class BatchIterator:
@@ -54,13 +64,8 @@ class BatchIterator:
     The state counts global batches, so a run may resume on another number of processes.
     """
 
-    def __init__(
-        self, batches: grain.MapDataset, *, config: DataConfig, fingerprint: str, truncated_examples: int
-    ):
-        options = grain.ReadOptions(
-            num_threads=config.read_threads, prefetch_buffer_size=config.prefetch_batches
-        )
-        self._iterator = iter(batches.to_iter_dataset(options))
+    def __init__(self, batches: grain.IterDataset, *, fingerprint: str, truncated_examples: int):
+        self._iterator = iter(batches)
         self._fingerprint = fingerprint
         self.truncated_examples = truncated_examples
         """How many records are longer than `max_length` and lose their end."""
@@ -107,9 +112,9 @@ def training_batches(
 
     Returns:
       An iterator of dicts with tokens_BT int32, loss_mask_BT bool, anchors_BA int32 (ascending, padded with
-      0) and keep_BA bool; from a feature store also features_BTCD and hidden_BTD (bfloat16), from one of
-      our own also logz_BT (float32). B is this process's share of the batch and T is `max_length`. Padding is
-      0 and false.
+      0) and keep_BA bool; of packed rows also starts_BT int32 (`packing.py`); from a feature store also
+      features_BTCD and hidden_BTD (bfloat16), from one of our own also logz_BT (float32). B is this process's
+      share of the batch and T is `max_length`. Padding is 0 and false.
     """
     if len(source) == 0:
         raise InputError(
@@ -122,18 +127,17 @@ def training_batches(
             fix="change batch_size",
         )
 
-    def with_anchors(record: Example | FeatureRecord, rng: np.random.Generator):
-        loss_mask_T = _example(record).loss_mask_np[: config.max_length]
-        return record, *sample_anchors(rng, loss_mask_T, config.num_anchors)
-
-    def collate(rows) -> dict[str, np.ndarray]:
-        return _collate(rows, config.max_length)
+    def with_anchors(record: Example | FeatureRecord, rng: np.random.Generator) -> Document:
+        example = record.example if isinstance(record, FeatureRecord) else record
+        loss_mask_T = example.loss_mask_np[: config.max_length]
+        positions_A, keep_A = sample_anchors(rng, loss_mask_T, config.num_anchors)
+        return Document(record, positions_A[keep_A])
 
     index = _index(source)
-    records = _endless(source, index.domains, config)
     # Anchors before the division among processes: their random stream then follows the global row number.
-    rows = records.random_map(with_anchors)[process_index::process_count]
-    batches = rows.batch(config.batch_size // process_count, drop_remainder=True, batch_fn=collate)
+    documents = _endless(source, index.domains, config).random_map(with_anchors)
+    divide = _packed if config.row_anchors is not None else _one_per_row
+    batches = divide(documents, config, slice(process_index, None, process_count))
 
     truncated = int(np.sum(np.asarray(index.lengths_tokens) > config.max_length))
     if truncated:
@@ -143,9 +147,38 @@ def training_batches(
             len(source),
             config.max_length,
         )
-    return BatchIterator(
-        batches, config=config, fingerprint=_fingerprint(index.ids, config), truncated_examples=truncated
+    return BatchIterator(batches, fingerprint=_fingerprint(index.ids, config), truncated_examples=truncated)
+
+
+def _one_per_row(documents: grain.MapDataset, config: DataConfig, own: slice) -> grain.IterDataset:
+    """This process's rows of every batch, one document each."""
+
+    def collated(documents: Sequence[Document]) -> dict[str, np.ndarray]:
+        rows = [[document] for document in documents]
+        return collate(rows, length=config.max_length, num_anchors=config.num_anchors, packed=False)
+
+    batches = documents[own].batch(config.batch_size // own.step, drop_remainder=True, batch_fn=collated)
+    return batches.to_iter_dataset(
+        grain.ReadOptions(num_threads=config.read_threads, prefetch_buffer_size=config.prefetch_batches)
     )
+
+
+def _packed(documents: grain.MapDataset, config: DataConfig, own: slice) -> grain.IterDataset:
+    """This process's rows of every batch. All processes pack all documents: rows do not depend on them."""
+    assert config.row_anchors is not None
+
+    def collated(rows: Sequence[Sequence[Document]]) -> dict[str, np.ndarray]:
+        return collate(rows[own], length=config.max_length, num_anchors=config.row_anchors or 0, packed=True)
+
+    rows = first_fit(
+        documents.to_iter_dataset(
+            grain.ReadOptions(num_threads=config.read_threads, prefetch_buffer_size=config.batch_size)
+        ),
+        length=config.max_length,
+        num_anchors=config.row_anchors,
+        open_rows=config.batch_size,
+    )
+    return rows.batch(config.batch_size, drop_remainder=True, batch_fn=collated)
 
 
 class _Index(NamedTuple):
@@ -190,33 +223,6 @@ class _Rows(Sequence):
 
 def _fingerprint(ids: Sequence[str], config: DataConfig) -> str:
     relevant = [config.batch_size, config.max_length, config.num_anchors, config.seed, config.balance_domains]
+    if config.row_anchors is not None:
+        relevant.append(config.row_anchors)
     return hashlib.sha256(json.dumps([relevant, list(ids)]).encode()).hexdigest()[:16]
-
-
-def _example(record: Example | FeatureRecord) -> Example:
-    return record.example if isinstance(record, FeatureRecord) else record
-
-
-def _collate(rows: Sequence, max_length: int) -> dict[str, np.ndarray]:
-    """Pads (record, positions_A, keep_A) rows on the right and stacks them."""
-    records, anchors, keep = zip(*rows, strict=True)
-    examples = [_example(record) for record in records]
-    batch = {
-        "tokens_BT": _pad([example.tokens_np for example in examples], max_length),
-        "loss_mask_BT": _pad([example.loss_mask_np for example in examples], max_length),
-        "anchors_BA": np.stack(anchors),
-        "keep_BA": np.stack(keep),
-    }
-    if isinstance(records[0], FeatureRecord):
-        batch["features_BTCD"] = _pad([record.features_TCD_np for record in records], max_length)
-        batch["hidden_BTD"] = _pad([record.hidden_TD_np for record in records], max_length)
-        if records[0].logz_T_np is not None:
-            batch["logz_BT"] = _pad([record.logz_T_np for record in records], max_length)
-    return batch
-
-
-def _pad(arrays: Sequence[np.ndarray], max_length: int) -> np.ndarray:
-    padded = np.zeros((len(arrays), max_length, *arrays[0].shape[1:]), arrays[0].dtype)
-    for row, array in zip(padded, arrays, strict=True):
-        row[: len(array)] = array[:max_length]
-    return padded

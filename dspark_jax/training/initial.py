@@ -34,7 +34,12 @@ def feature_scale(target: LoadedTarget, drafter: Drafter, batches: BatchIterator
 
     def square_sums(params: Params, batch: TrainBatch) -> Array:
         features = batch.target or target_features(
-            params, batch.tokens_BT, config=target.config, taps=drafter.config.taps, dtype=drafter.dtype
+            params,
+            batch.tokens_BT,
+            batch.starts_BT,
+            config=target.config,
+            taps=drafter.config.taps,
+            dtype=drafter.dtype,
         )
         supervised = jnp.where(batch.loss_mask_BT[..., None, None], features.features_BTCD, 0.0)
         return jnp.square(supervised.astype(jnp.float32)).sum((0, 1)).ravel()
@@ -70,7 +75,7 @@ def regression_params(
     parts: list[RegressionSample] = []
     for _ in range(-(-config.drafter.warm_start_sequences // config.data.batch_size)):
         batch = TrainBatch.from_host(next(batches))
-        features = batch.target or jax.device_get(forward(target.params, batch.tokens_BT))
+        features = batch.target or jax.device_get(forward(target.params, batch.tokens_BT, batch.starts_BT))
         parts.append(
             RegressionSample.from_batch(
                 batch.tokens_BT, batch.loss_mask_BT, features.features_BTCD, features.hidden_BTD

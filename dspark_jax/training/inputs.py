@@ -29,7 +29,9 @@ from dspark_jax.targets.families import decoder_config_from_hf
 from dspark_jax.training.config import TrainConfig, as_json
 
 # What may change when a run goes on: where it lies, and how the same steps are computed, watched and saved.
-MAY_CHANGE = frozenset("run_dir mesh microbatches log_every_steps save_every_steps keep_checkpoints".split())
+MAY_CHANGE = frozenset(
+    "run_dir mesh microbatches target_parts log_every_steps save_every_steps keep_checkpoints".split()
+)
 _log = logging.getLogger(__name__)
 
 

@@ -53,7 +53,7 @@ def train(config: TrainConfig, *, on_log: OnLog | None = None) -> Path:
     claim_run(config)
 
     # 2. The target, and the state: fresh, from an exported drafter, or resumed.
-    target = load_target(config.target, dtype=config.dtype, mesh=mesh)
+    target = load_target(config.target, dtype=config.target_dtype or config.dtype, mesh=mesh)
     if inputs.cache is not None:
         check_cache(inputs.cache, target)
     frozen = _frozen(config, target, inputs.vocabulary_np, mesh)
@@ -79,7 +79,7 @@ def train(config: TrainConfig, *, on_log: OnLog | None = None) -> Path:
 
     # 3. The compiled step.
     step_fn = jax.jit(
-        bind_step(config, drafter=drafter, optimizer=optimizer, target=target.config),
+        bind_step(config, drafter=drafter, optimizer=optimizer, target=target.config, mesh=mesh),
         donate_argnums=0,
         out_shardings=(shardings, replicated(mesh)),
     )
