@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dspark_jax.core.errors import InputError
-from dspark_jax.data.sources import Prompt, Row, is_held_out, read_prompts
+from dspark_jax.data.rows import Row
+from dspark_jax.data.sources import Prompt, is_held_out, read_prompts
 
 
 def read_evaluation_prompts(paths: Sequence[Path]) -> list[Prompt]:

@@ -90,7 +90,7 @@ def train(
     on_main(functools.partial(claim_run, config))
 
     # 2. The target, and the state: this run's own, another run's, or a new one.
-    target = load_target(config.target, dtype=config.dtype, mesh=mesh)
+    target = load_target(config.target, dtype=config.target_dtype or config.dtype, mesh=mesh)
     if inputs.cache is not None:
         check_cache(inputs.cache, target, mesh)
     frozen = _frozen(config, target, inputs.vocabulary_np, mesh)

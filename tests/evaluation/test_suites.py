@@ -7,7 +7,7 @@ import json
 import pytest
 
 from dspark_jax.core.errors import InputError
-from dspark_jax.data.sources import Row
+from dspark_jax.data.rows import Row
 from dspark_jax.evaluation import suites
 from dspark_jax.evaluation.suites import GROUPS, SUITES, read_suites, suite_limits
 
