@@ -80,7 +80,7 @@ class TrainCheckpoints:
         self._directory, self._keep = _absolute(directory), keep
         if is_main():
             _set_aside_incomplete(self._directory)
-        barrier("checkpoints are looked through")
+        barrier()
         options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=True, **keep.options())
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 

@@ -11,6 +11,7 @@ import tyro
 
 from dspark_jax.core.errors import InputError
 
+EXIT_REFUSED = 2
 # name -> (module, class of its flags, one line of help)
 COMMANDS = {
     "regenerate": (
@@ -67,6 +68,11 @@ def run_or_explain(function, *args) -> None:
     try:
         function(*args)
     except InputError as error:
-        print(f"error\n  given:     {error.given}", file=sys.stderr)
-        print(f"  expected:  {error.expected}\n  to fix it: {error.fix}", file=sys.stderr)
-        sys.exit(2)
+        explain(error)
+        sys.exit(EXIT_REFUSED)
+
+
+def explain(error: InputError) -> None:
+    """Prints what is wrong, for a person."""
+    print(f"error\n  given:     {error.given}", file=sys.stderr)
+    print(f"  expected:  {error.expected}\n  to fix it: {error.fix}", file=sys.stderr)

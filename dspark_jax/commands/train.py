@@ -7,12 +7,14 @@ import traceback
 
 import jax
 
+from dspark_jax.commands.cli import EXIT_REFUSED, explain
 from dspark_jax.core.distributed import EXIT_LOST_PEER, join_processes, leave_at_once
+from dspark_jax.core.errors import InputError
 from dspark_jax.evaluation.during_training import TrainingEvaluation
 from dspark_jax.training.config import TrainConfig
 from dspark_jax.training.loop import train
 
-EXIT_REFUSED, EXIT_FAILED = 2, 1
+EXIT_FAILED = 1
 
 
 def run(config: TrainConfig) -> None:
@@ -27,16 +29,24 @@ def run(config: TrainConfig) -> None:
     except Exception as error:
         if jax.process_count() == 1:
             raise
-        traceback.print_exc()
-        if not _peer_is_gone(error):
-            leave_at_once(EXIT_FAILED)
-        print(
-            f"error: process {jax.process_index()} of {jax.process_count()} lost another process of this job, "
-            "which died or cannot be reached. Everything up to the last checkpoint is kept: start all processes "
-            "again with the same command, on any number of them.",
-            file=sys.stderr,
-        )
-        leave_at_once(EXIT_LOST_PEER)
+        leave_at_once(_explain(error))
+
+
+def _explain(error: Exception) -> int:
+    """Says what ended this process; the exit code that tells it."""
+    if isinstance(error, InputError):
+        explain(error)
+        return EXIT_REFUSED
+    traceback.print_exception(error)
+    if not _peer_is_gone(error):
+        return EXIT_FAILED
+    print(
+        f"error: process {jax.process_index()} of {jax.process_count()} lost another process of this job, "
+        "which died or cannot be reached. Everything up to the last checkpoint is kept: start all of "
+        "them again with the same command, on as many machines as there are.",
+        file=sys.stderr,
+    )
+    return EXIT_LOST_PEER
 
 
 def _peer_is_gone(error: Exception) -> bool:

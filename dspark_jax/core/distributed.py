@@ -7,6 +7,7 @@ touches the host alone; arrays are placed and gathered by all of them together.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from dspark_jax.core.errors import InputError, require
 from dspark_jax.core.sharding import param_sharding, replicated
 
 EXIT_LOST_PEER = 75  # EX_TEMPFAIL: the same command, given again, goes on
+BARRIER_TIMEOUT_S = 3600
+_BARRIERS = itertools.count()
 _NOTHING_DETECTED = "coordinator_address should be defined"
 
 
@@ -88,6 +91,7 @@ def on_main(function: Callable[[], None]) -> None:
             function()
         except InputError as error:
             refusal = error
+    barrier()  # for as long as the function takes; a collective would run out of time
     if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.int32(refusal is not None)):
         refusal = refusal or InputError(
             given="a refusal by process 0", expected="see its output", fix="see its output"
@@ -151,10 +155,25 @@ def from_main(tree: Any) -> Any:
 
 def sum_over_processes(values_np: np.ndarray) -> np.ndarray:
     """The elementwise sum of one host array of every process, on every process."""
+    barrier()
     return np.asarray(multihost_utils.process_allgather(values_np)).reshape(-1, *values_np.shape).sum(0)
 
 
-def barrier(name: str) -> None:
-    """Waits until every process is here."""
+def barrier() -> None:
+    """Waits on the host until every process is here; all pass the same barriers in the same order."""
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+        import orbax.checkpoint as ocp  # takes a second to import, and one process has no need of it
+
+        wait = ocp.multihost.get_barrier_sync_fn()
+        assert wait is not None
+        wait(key=f"dspark {next(_BARRIERS)}", timeout_ms=1000 * BARRIER_TIMEOUT_S)
+
+
+def run_together(program: Any, *arguments: Any) -> Any:
+    """Compiles a jitted function and runs it when all processes have done so.
+
+    They compile at different speeds, and the first collectives may wait for one another for half a minute.
+    """
+    compiled = program.lower(*arguments).compile()
+    barrier()
+    return compiled(*arguments)

@@ -6,7 +6,18 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+
+def open_whole_lines(path: Path) -> tuple[BinaryIO, list[bytes]]:
+    """Opens a file to append to, without the torn last line that a kill may have left; and its lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "ab+")  # noqa: SIM115 closed by the caller
+    file.seek(0)
+    lines = [line for line in file if line.endswith(b"\n")]  # only the last line may lack its end
+    file.truncate(sum(map(len, lines)))
+    file.seek(0, os.SEEK_END)
+    return file, lines
 
 
 class JsonLinesLog:
@@ -19,18 +30,8 @@ class JsonLinesLog:
     """
 
     def __init__(self, path: Path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "ab+")  # noqa: SIM115 closed by close()
-        self._file.seek(0)
-        self._ids: set[str] = set()
-        whole_bytes = 0
-        for line in self._file:
-            if not line.endswith(b"\n"):
-                break
-            whole_bytes += len(line)
-            self._ids.add(str(json.loads(line)["id"]))
-        self._file.truncate(whole_bytes)
-        self._file.seek(0, os.SEEK_END)
+        self._file, lines = open_whole_lines(path)
+        self._ids = {str(json.loads(line)["id"]) for line in lines}
 
     @property
     def done_ids(self) -> frozenset[str]:

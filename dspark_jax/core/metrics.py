@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from tensorboardX import SummaryWriter
 
+from dspark_jax.core.jsonl import open_whole_lines
+
 
 def plain(value: Any) -> Any:
     """Arrays -> floats and lists, ready for JSON."""
@@ -18,17 +20,17 @@ def plain(value: Any) -> Any:
 
 
 class MetricsWriter:
-    """Appends to `metrics.jsonl` and to TensorBoard files under one directory."""
+    """Appends to `metrics.jsonl`, whole lines only, and to TensorBoard files under one directory."""
 
     def __init__(self, directory: Path):
-        directory.mkdir(parents=True, exist_ok=True)
-        self._lines = open(directory / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 closed by close()
+        self._lines, _ = open_whole_lines(directory / "metrics.jsonl")
         self._board = SummaryWriter(str(directory / "tensorboard"))
 
     def write(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Writes one step's values; a vector `x_G` becomes the scalars x_1, x_2, ... in TensorBoard."""
         row = {"step": step, **{name: plain(value) for name, value in values.items()}}
-        self._lines.write(json.dumps(row) + "\n")
+        self._lines.write(json.dumps(row).encode() + b"\n")
+        self._lines.flush()
         for name, value in row.items():
             if isinstance(value, list):
                 for k, element in enumerate(value):

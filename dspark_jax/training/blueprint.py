@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from dspark_jax.core.devices import device_kind
+from dspark_jax.core.distributed import barrier
 from dspark_jax.core.program_costs import matmul_cost
 from dspark_jax.core.sharding import replicated
 from dspark_jax.drafters.contract import Drafter, Params
@@ -106,4 +107,5 @@ class StepProgram:
                 peak_flops_per_s = self._devices.size * kind.bf16_tflops * 1e12
                 self.ideal_s = matmul_cost(traced.jaxpr).flops / peak_flops_per_s
             self._compiled = traced.lower().compile()
+            barrier()  # as in run_together
         return self._compiled(*arguments)

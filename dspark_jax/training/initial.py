@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from dspark_jax.checkpoints.targets import LoadedTarget
-from dspark_jax.core.distributed import gather, place
+from dspark_jax.core.distributed import gather, place, run_together
 from dspark_jax.core.sharding import replicated
 from dspark_jax.drafters.config import DSparkConfig
 from dspark_jax.drafters.contract import Drafter, Params, SharedWeights
@@ -50,7 +50,8 @@ def feature_scale(target: LoadedTarget, drafter: Drafter, batch: TrainBatch, mes
         return sums / rows.loss_mask_BT.sum()
 
     rows = jax.tree.map(lambda x: place(x[:SCALE_SEQUENCES, None], replicated(mesh)), batch)
-    found = jax.jit(mean_squares, out_shardings=replicated(mesh))(target.params, rows)
+    program = jax.jit(mean_squares, out_shardings=replicated(mesh))
+    found = run_together(program, target.params, rows)
     return (1.0 / np.maximum(np.sqrt(jax.device_get(found)), 1e-3)).astype(np.float32)
 
 

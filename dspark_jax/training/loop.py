@@ -25,6 +25,7 @@ from dspark_jax.core.distributed import (
     local_rows,
     on_main,
     place,
+    run_together,
 )
 from dspark_jax.core.errors import require
 from dspark_jax.core.preemption import StopRequest
@@ -118,7 +119,7 @@ def train(
             first = _host_batches(whole_batches())
             given_params = regression_params(config, target, drafter, first, frozen.shared, scale, mesh)
         fresh = jax.jit(blueprint.fresh, out_shardings=blueprint.shardings)
-        state = fresh(None if given_params is None else from_main(given_params))
+        state = run_together(fresh, None if given_params is None else from_main(given_params))
 
     # 3. Steps. What a step says is read one step later, when the device is busy with the next.
     start, exported_step, stopped = int(state.step), None, False

@@ -169,8 +169,8 @@ class Watcher:
         more = f" and {len(ids) - _SHOWN_IDS} more (all in {path})" if len(ids) > _SHOWN_IDS else ""
         raise Diverged(
             f"step {step}: loss {found['loss']:.4g}, gradient norm {found['gradient_norm']:.4g}: {problem}. "
-            f"The batch holds the records {shown}{more}. Nothing since the last checkpoint was saved; look at "
-            "these records, lower the learning rate, or go on regardless with a higher --watch.spike-factor."
+            f"The batch holds the records {shown}{more}. Nothing since the last checkpoint was saved. "
+            "Look at these records, lower the learning rate, or raise --watch.spike-factor to go on."
         )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import train as front_door
+from dspark_jax.core.distributed import DistributedConfig
 from dspark_jax.core.errors import InputError
 from dspark_jax.drafters.config import RNN, Gated, Markov
 from dspark_jax.targets.config import DecoderConfig
@@ -115,7 +116,7 @@ def test_variants_of_a_method():
 
 def test_flags_override_a_recipe(monkeypatch, capsys):
     configs = []
-    monkeypatch.setattr(front_door, "train", configs.append)
+    monkeypatch.setattr(front_door, "run_training", configs.append)
     recipe = [str(ROOT / "configs" / "dspark.py"), "--target", "smollm2_135m"]
     front_door.main([*recipe, "--steps", "7", "--data.batch-size", "4", "--drafter.taps", "2", "9"])
     assert configs[0].steps == 7 and configs[0].data.batch_size == 4 and configs[0].drafter.taps == (2, 9)
@@ -123,6 +124,17 @@ def test_flags_override_a_recipe(monkeypatch, capsys):
     assert configs[1] == get_config("smollm2_135m")
     front_door.main([*recipe, "--head", "gated", "--steps", "7"])
     assert configs[2] == dataclasses.replace(get_config("smollm2_135m", head="gated"), steps=7)
+    watched = ["--run-name", "second", "--watch.profile-steps", "2", "3", "--keep.every-steps", "100"]
+    joined = "--coordinator host:1 --num-processes 2 --process-id 1".replace("--", "--distributed.").split()
+    front_door.main([*recipe, *watched, *joined, "--evaluation.prompts", "a.jsonl", "b.jsonl"])
+    assert (configs[3].run_dir, configs[3].watch.profile_steps) == (Path("runs/second"), (2, 3))
+    assert configs[3].keep.every_steps == 100 and len(configs[3].evaluation.prompts) == 2
+    assert configs[3].distributed == DistributedConfig(coordinator="host:1", num_processes=2, process_id=1)
+    front_door.main([*recipe, "--checkpoint-root", "gs://bucket/runs"])
+    assert str(configs[4].checkpoint_dir) == "gs://bucket/runs/dspark_smollm2_135m/checkpoints"
+    with pytest.raises(SystemExit):
+        front_door.main([*recipe, "--init-from", "a", "--resume-from", "b"])
+    assert "init_from=a" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         front_door.main([*recipe, "--stepz", "7"])
     with pytest.raises(SystemExit):
@@ -136,6 +148,8 @@ def test_flags_override_a_recipe(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
+        (lambda: DistributedConfig(coordinator="host:1"), "all three"),
+        (lambda: dataclasses.replace(get_config("qwen3_4b"), run_name="a/b"), "without a slash"),
         (lambda: OptimizerConfig(learning_rate=0.0), "learning_rate=0.0"),
         (lambda: OptimizerConfig(warmup_share=1.0), "warmup_share=1.0"),
         (lambda: LossConfig(tv=-1.0), "tv=-1.0"),

@@ -11,6 +11,7 @@ import pickle
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import jax
 import numpy as np
 import pytest
 
+from dspark_jax.core.distributed import EXIT_LOST_PEER, DistributedConfig
 from dspark_jax.core.errors import InputError
 from dspark_jax.data.pipeline import BatchIterator
 from dspark_jax.drafters.config import Gated
@@ -62,7 +64,13 @@ class Stopped(Exception):
     """Stands for whatever ends a process between two steps."""
 
 
-def run(config: TrainConfig, *, stop_at: int | None = None) -> Record:
+def stop_at_once() -> None:
+    raise Stopped
+
+
+def run(
+    config: TrainConfig, *, stop_at: int | None = None, stop: Callable[[], None] = stop_at_once
+) -> Record:
     record = Record(config)
     take, save = BatchIterator.__next__, loop.save_drafter
 
@@ -79,7 +87,7 @@ def run(config: TrainConfig, *, stop_at: int | None = None) -> Record:
     def on_log(step: int, row: dict) -> None:
         record.rows[step] = row
         if step == stop_at:
-            raise Stopped
+            stop()
 
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Stopped):
         patch.setattr(BatchIterator, "__next__", spy_take)
@@ -189,6 +197,121 @@ def test_sigkill_at_a_random_step(finished, make_config, tmp_path):
         resumed.batches = resumed.batches[1:]
     assert first in (1, 4, 7), f"killed at {kill_at}"
     assert_continues(resumed, finished, first - 1)
+
+
+PROCESS = """
+import pickle, sys, time
+import numpy as np
+from dspark_jax.commands import train as command
+from dspark_jax.data.pipeline import BatchIterator
+
+config_path, rows_path = sys.argv[1:]
+train, take, taken = command.train, BatchIterator.__next__, open(rows_path, "ab")
+
+def spy(iterator):
+    batch = take(iterator)
+    pickle.dump([batch["tokens_BT"], batch["anchors_BA"]], taken)
+    taken.flush()
+    return batch
+
+def on_log(step, row):
+    print("step", step, flush=True)
+    time.sleep(0.5)  # lets the parent act in time
+
+BatchIterator.__next__ = spy
+command.train = lambda config, **options: train(config, on_log=on_log, **options)
+command.run(pickle.load(open(config_path, "rb")))
+"""
+
+
+class TwoProcesses:
+    """Two processes of two devices each that train together, on the loopback interface alone."""
+
+    def __init__(self, config: TrainConfig, folder: Path):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+        self.processes = []
+        for number in range(2):
+            joined = DistributedConfig(coordinator=coordinator, num_processes=2, process_id=number)
+            path = folder / f"config-{number}.pickle"
+            path.write_bytes(pickle.dumps(dataclasses.replace(config, distributed=joined)))
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", PROCESS, str(path), str(folder / f"rows-{number}")],
+                    env={
+                        **os.environ,
+                        "JAX_NUM_CPU_DEVICES": "2",
+                        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+                    },
+                    cwd=ROOT,
+                    stdout=subprocess.PIPE if number == 0 else None,
+                    stderr=(folder / f"stderr-{number}").open("ab"),
+                    text=True,
+                )
+            )
+
+    def signal_second(self, signum: int, after: int) -> list[int]:
+        """Sends a signal to the second process when this step is logged; exit codes of both."""
+        first, second = self.processes
+        assert first.stdout is not None
+        for line in first.stdout:
+            if line == f"step {after}\n":
+                second.send_signal(signum)
+        return [process.wait(timeout=120) for process in self.processes]
+
+
+def taken_together(folder: Path) -> list[str]:
+    """Hashes of the global batches that two processes took halves of."""
+
+    def halves(number: int) -> list:
+        with (folder / f"rows-{number}").open("rb") as file:
+            found = []
+            while file.peek(1):
+                found.append(pickle.load(file))
+            return found
+
+    whole = (map(np.concatenate, zip(*both, strict=True)) for both in zip(halves(0), halves(1), strict=False))
+    return [hashlib.sha256(b"".join(x.tobytes() for x in batch)).hexdigest() for batch in whole]
+
+
+def test_processes_stop_together_die_together_and_one_goes_on(finished, make_config, tmp_path, on_devices):
+    """SIGTERM to one of two processes, then SIGKILL to one of two, then one process with four devices."""
+    settings = {"mesh": MeshConfig(data=2, fsdp=2), "optimizer": OptimizerConfig(orthogonalise=True)}
+    config = make_config(tmp_path / "run", **settings)
+    codes = TwoProcesses(config, tmp_path).signal_second(signal.SIGTERM, after=1)
+    assert codes == [0, 0], (tmp_path / "stderr-0").read_text()
+    stopped_at = max(int(path.name) for path in config.checkpoint_dir.iterdir())
+    assert 1 <= stopped_at <= 3
+    first = taken_together(tmp_path)
+    for number in range(2):
+        (tmp_path / f"rows-{number}").unlink()
+
+    codes = TwoProcesses(config, tmp_path).signal_second(signal.SIGKILL, after=5)
+    assert codes == [EXIT_LOST_PEER, -signal.SIGKILL], (tmp_path / "stderr-0").read_text()
+    assert "process 0 of 2 lost another process" in (tmp_path / "stderr-0").read_text()
+    second = taken_together(tmp_path)
+
+    on_devices(4)
+    resumed = run(config)
+    killed_at = min(resumed.rows) - 1
+    assert killed_at in (stopped_at, 3)
+    # Whoever reads it, and in how many parts: the same data in the same order.
+    assert first[1 : 1 + stopped_at] == finished.batches[1 : 1 + stopped_at]  # the first: for features' sizes
+    assert second[: 5 - stopped_at] == finished.batches[1 + stopped_at :][: 5 - stopped_at]
+    assert resumed.batches == finished.batches[1 + killed_at :]
+    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines}  # a step that was done again: its last line
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    for step, loss in losses.items():
+        assert loss == pytest.approx(finished.losses[step], rel=1e-6), step
+
+
+def test_sigterm_saves_and_the_run_goes_on(finished, make_config, tmp_path):
+    config = muon(make_config, tmp_path)
+    stopped = run(config, stop_at=4, stop=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert stopped.rows.keys() == {1, 2, 3, 4, 5}  # the line of step 4 is written during step 5
+    assert_continues(run(config), finished, 5)
 
 
 def test_a_finished_run_trains_nothing_more_and_exports_again(finished, copy_of):
