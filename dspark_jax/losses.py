@@ -93,12 +93,10 @@ class _Vocabulary:
 
     def argmax(self, logits: Array) -> tuple[Array, Array]:
         """(largest logit, its id) over the last axis; of equal ones the first."""
-        at, top = logits.argmax(-1), logits.max(-1)
-        if not self.axes:
-            return top, at
-        highest = self.max(top)
-        ids = jnp.where(top == highest, self.ids(logits.shape[-1])[at], self.size)
-        return highest, jax.lax.pmin(ids, self.axes)
+        top = self.max(logits.max(-1))
+        # `jnp.argmax` would write an array of indices as large as the logits on a CPU.
+        first = jnp.where(logits == top[..., None], self.ids(logits.shape[-1]), self.size).min(-1)
+        return top, jax.lax.pmin(first, self.axes) if self.axes else first
 
     def log_mass(self, logits: Array, top: Array) -> Array:
         """log sum exp over the last axis, whose largest logit is `top`."""

@@ -28,6 +28,7 @@ _DTYPE_BYTES = {
     "u64": 8,
 }
 _OPERATION = re.compile(rf"= (.+?) ({'|'.join(COLLECTIVES)})(?:-start)?\(")
+_MADE = re.compile(r"= (\(?[a-z]+\d*\[.*?) (?!parameter|get-tuple-element|tuple|while|conditional)[a-z-]+\(")
 _SHAPE = re.compile(r"([a-z]+\d*)\[([\d,]*)\]")
 
 
@@ -112,6 +113,12 @@ def collectives(compiled: jax.stages.Compiled) -> dict[str, Collective]:
         kind: Collective(count=len(sizes), largest_bytes=max(sizes), total_bytes=sum(sizes))
         for kind, sizes in sorted(found.items())
     }
+
+
+def largest_array_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes of the largest array that any instruction of a compiled program makes, on one device."""
+    made = _MADE.findall(compiled.as_text() or "")
+    return max(_shape_bytes(shape) for result in made for shape in _SHAPE.findall(result))
 
 
 def _shape_bytes(shape: tuple[str, str]) -> int:
