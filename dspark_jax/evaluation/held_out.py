@@ -22,6 +22,8 @@ class HeldOutRun:
     """Target model: embedded name, .gguf file, Hugging Face directory or hub id."""
     drafter: str = SHIPPED
     """Drafter directory, "shipped", or "none" for plain decoding."""
+    thinking: bool = False
+    """Let targets think whose chat template leaves the choice."""
     num_prompts_per_domain: int = 32
     """Prompts of every domain, always the same ones."""
     max_new_tokens: int = 128
@@ -50,6 +52,7 @@ class HeldOutRun:
                 dtype=self.dtype,
             ),
             check=self.self_check,
+            thinking=self.thinking,
         )
 
         def fits(prompt: Prompt) -> bool:

@@ -20,12 +20,12 @@ from dspark_jax.checkpoints.train_state import TrainCheckpoints
 from dspark_jax.core.metrics import MetricsWriter
 from dspark_jax.core.sharding import make_mesh, replicated
 from dspark_jax.data.deepspec_cache import is_deepspec_cache
-from dspark_jax.drafters.contract import Drafter, Params, SharedWeights
+from dspark_jax.drafters.contract import Params, SharedWeights
 from dspark_jax.targets.decoder import embedding_table, head_params, lm_head_kernel
 from dspark_jax.training.cached_features import check_cache
 from dspark_jax.training.config import TrainConfig
 from dspark_jax.training.initial import feature_scale, fresh_state, regression_params, unit_scale
-from dspark_jax.training.inputs import claim_run, read_inputs
+from dspark_jax.training.inputs import RunInputs, claim_run, read_inputs
 from dspark_jax.training.optimizer import make_optimizer
 from dspark_jax.training.state import Frozen, TrainBatch, batch_shardings, state_shardings
 from dspark_jax.training.step import bind_step
@@ -112,12 +112,12 @@ def train(config: TrainConfig, *, on_log: OnLog | None = None) -> Path:
             pending = (step, values) if step % config.log_every_steps == 0 or step == config.steps else None
             if step % config.save_every_steps == 0 or step == config.steps:
                 checkpoints.save(step, state, batches.get_state())
-                _export(config, target, drafter, state.params, inputs.vocabulary_np)
+                _export(config, target, inputs, state.params)
             progress.update()
         if pending is not None:
             log(pending)
     # Again, for a run that was killed between its last checkpoint and the export.
-    return _export(config, target, drafter, state.params, inputs.vocabulary_np)
+    return _export(config, target, inputs, state.params)
 
 
 def _frozen(
@@ -136,17 +136,17 @@ def _frozen(
 def _export(
     config: TrainConfig,
     target: LoadedTarget,
-    drafter: Drafter,
+    inputs: RunInputs,
     params: Params,
-    vocabulary_np: np.ndarray | None,
 ) -> Path:
     directory = config.run_dir / "drafter"
     save_drafter(
         directory,
-        drafter=drafter,
+        drafter=inputs.drafter,
         params=jax.device_get(params),
-        draft_to_target_np=vocabulary_np,
+        draft_to_target_np=inputs.vocabulary_np,
         target_hf_config=target.hf_config,
         num_anchors=config.data.num_anchors,
+        template=inputs.template,
     )
     return directory
