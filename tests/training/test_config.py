@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import runpy
 from pathlib import Path
 
@@ -20,31 +21,18 @@ from dspark_jax.training.recipes import DSparkRecipe, Eagle3Recipe, MTPRecipe
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def hf_config(
-    model_type: str, vocab_size: int, layers: int, width: int, mlp: int, heads: int, kv_heads: int, **rest
-):
-    """The fields of a published config.json that a recipe depends on."""
-    return {
-        "model_type": model_type,
-        "vocab_size": vocab_size,
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "intermediate_size": mlp,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        **rest,
+TARGETS = {path.stem: json.loads(path.read_text()) for path in ROOT.glob("configs/targets/*.json")} | {
+    "smollm2_135m": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
     }
-
-
-TARGETS = {
-    "smollm2_135m": hf_config("llama", 49152, 30, 576, 1536, 9, 3),
-    "qwen3_4b": hf_config("qwen3", 151936, 36, 2560, 9728, 32, 8, head_dim=128),
-    "qwen3_8b": hf_config("qwen3", 151936, 36, 4096, 12288, 32, 8, head_dim=128),
-    "qwen3_14b": hf_config("qwen3", 151936, 40, 5120, 17408, 40, 8, head_dim=128),
-    "gemma4_12b": hf_config(
-        "gemma4_text", 262144, 48, 3840, 15360, 16, 8, hidden_size_per_layer_input=0, enable_moe_block=False
-    ),
 }
+"""Published config.json, as far as a recipe depends on it."""
 METHODS = ("dspark", "dflash", "eagle3", "mtp")
 PUBLISHED = {
     "qwen3_4b": ("Qwen/Qwen3-4B", (1, 9, 17, 25, 33), 151669),
@@ -70,6 +58,12 @@ def test_every_recipe_states_its_claim(path):
         assert field in module["__doc__"]
     with pytest.raises(InputError, match="one of"):
         module["get_config"]("gpt_5")
+
+
+def test_every_published_target_has_its_dimensions():
+    assert PUBLISHED.keys() == TARGETS.keys() - {"smollm2_135m"}
+    gemma = decoder("gemma4_12b")
+    assert [gemma.num_layers, gemma.layers[0].window, gemma.layers[5].num_kv_heads] == [48, 1024, 1]
 
 
 @pytest.mark.parametrize("method", METHODS)
