@@ -25,6 +25,8 @@ class CalibrationIdentity:
     """The target's identity, as its checkpoint source states it."""
     drafter: str
     """Fingerprint of the drafter's files."""
+    template: str
+    """Name of the chat template, in its mode."""
     sampling: str
     """Sampling options, canonical text."""
     numerics: str

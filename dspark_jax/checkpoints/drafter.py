@@ -22,6 +22,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from dspark_jax.checkpoints.drafter_formats import (
+    TEMPLATE,
     architecture,
     format_of,
     mask_problem,
@@ -51,6 +52,8 @@ class LoadedDrafter:
       draft_to_target_np: target ids of the draft vocabulary, or None for the whole one.
       embedding_VD: its own embedding table, or None when it shares the target's.
       head_DV: its own LM head, or None.
+      template: name of the chat template that it was trained on, in its mode; None where the file does not
+        say it.
     """
 
     drafter: Drafter
@@ -58,6 +61,7 @@ class LoadedDrafter:
     draft_to_target_np: np.ndarray | None
     embedding_VD: Array | None
     head_DV: Array | None
+    template: str | None = None
 
     def shared_weights(self, embedding_VD: Array, head_DV: Array, scaling: TokenScaling) -> SharedWeights:
         """The embedding and LM head to draft with: its own where it has them, else the target's."""
@@ -85,6 +89,7 @@ def save_drafter(
     draft_to_target_np: np.ndarray | None,
     target_hf_config: Mapping[str, Any],
     num_anchors: int,
+    template: str | None = None,
     dtype: DTypeLike = jnp.bfloat16,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
@@ -97,11 +102,13 @@ def save_drafter(
       draft_to_target_np: its reduced vocabulary, or None.
       target_hf_config: the target's config.json; all of its fields are kept.
       num_anchors: anchors per sequence in training, recorded as DeepSpec does.
+      template: name of the chat template that rendered its training data, or None if unknown.
       dtype: dtype in the file.
       max_shard_bytes: above this size the weights are written as shards with an index.
     """
     of_target = text_config(target_hf_config)
     own = {**own_fields(drafter.config), "num_anchors": num_anchors}
+    own |= {} if template is None else {TEMPLATE: template}
     if problem := mask_problem(own.get("mask_token_id"), of_target):
         raise InputError(
             given=problem, expected="a token that never occurs in text", fix="choose another one"
@@ -154,6 +161,7 @@ def load_drafter(path: str | Path, *, dtype: DTypeLike = jnp.float32) -> LoadedD
         draft_to_target_np=source.read(VOCABULARY) if VOCABULARY in present else None,
         embedding_VD=read(EMBEDDING, transpose=False) if EMBEDDING in present else None,
         head_DV=read(LM_HEAD, transpose=True) if LM_HEAD in present else None,
+        template=source.config.get(TEMPLATE),
     )
 
 

@@ -32,7 +32,9 @@ FAMILIES = {"qwen3": "Qwen3", "llama": "Llama", "gemma4_text": "Gemma4", "gemma4
 """`model_type` -> how class names in `architectures` begin."""
 LAYOUT = "sample_from_anchor"
 """The field that names the layout, as the `speculators` project calls it: true is anchor-first."""
-SHARED_FIELDS = frozenset("target_layer_ids num_target_layers draft_vocab_size".split())
+TEMPLATE = "trained_chat_template"
+"""The field with the name of the chat template, and its mode, that a drafter was trained on. Only ours."""
+SHARED_FIELDS = frozenset(f"target_layer_ids num_target_layers draft_vocab_size {TEMPLATE}".split())
 """Fields of every class."""
 DFLASH_FIELD = "dflash_config"
 DFLASH = ("mask_token_id", "target_layer_ids", "block_size")

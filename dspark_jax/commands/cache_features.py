@@ -17,7 +17,7 @@ from dspark_jax.core.buckets import round_up
 from dspark_jax.data.chat import ChatTemplate
 from dspark_jax.data.feature_record import FeatureRecord, dry_run_bytes
 from dspark_jax.data.feature_store import FeatureStoreWriter, StoreDescription
-from dspark_jax.data.sources import Example, read_responses
+from dspark_jax.data.sources import Example, common_template, read_responses
 from dspark_jax.targets.families import decoder_config_from_hf
 from dspark_jax.training.features import TargetFeatures, target_features
 
@@ -34,6 +34,8 @@ class CacheFeatures:
     """Directory of the store; an unfinished one is continued."""
     target: str = "smollm2-135m"
     """Target model: embedded name, .gguf file, Hugging Face directory or hub id."""
+    thinking: bool = False
+    """Mode of the chat template in which prompts were rendered, where their files do not say it."""
     taps: tuple[int, ...]
     """Target layers whose outputs are stored; -1 is the embedding."""
     max_length: int = 512
@@ -51,6 +53,7 @@ def run(config: CacheFeatures) -> None:
     target_config = decoder_config_from_hf(open_source(config.target).config)
     width = target_config.block.width
     responses = read_responses(config.responses, vocab_size=target_config.vocab_size)
+    template = common_template(responses)
     examples = [_cut(example, config.max_length) for example in responses]
     size_bytes = dry_run_bytes(examples, len(config.taps), width)
     tokens = sum(len(example.tokens_np) for example in examples)
@@ -62,7 +65,7 @@ def run(config: CacheFeatures) -> None:
         identity=target.identity,
         taps=config.taps,
         width=width,
-        template=ChatTemplate(tokenizer=target.tokenizer).name,
+        template=template or ChatTemplate.of(target.tokenizer, thinking=config.thinking).name,
     )
     with FeatureStoreWriter(config.output, description) as writer:
         done = writer.done_ids()

@@ -72,6 +72,7 @@ def run(config: Calibrate) -> None:
     identity = CalibrationIdentity(
         target=loaded.target.identity,
         drafter=SafetensorsDirectory(drafter_directory(config.target, config.drafter)).identity(),
+        template=loaded.chat.name,
         sampling=str(SamplingOptions(temperature=config.temperature)),
         numerics=f"{config.dtype} on {jax.default_backend()}",
     )

@@ -34,7 +34,7 @@ class Plan:
     topology: str
     """TPU topology, such as v5e:4x4, v5p:2x2x2, v6e:4x4 or tpu7x:2x2x1."""
     target_config: Path | None = None
-    """config.json of the target; by default the target's checkpoint is asked."""
+    """config.json of the target; default: targets/TARGET.json beside the recipe, else its checkpoint's."""
     mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(data=1, fsdp=-1))
     """Devices per mesh axis."""
     batch_size: int | None = None
@@ -156,9 +156,10 @@ def _resolve(config: Plan) -> tuple[TrainConfig, DecoderConfig]:
         mesh=config.mesh,
         feature_store=Path("store") if config.feature_store else None,
     )
-    if config.target_config is None:
+    path = config.target_config or config.recipe.parent / "targets" / f"{config.target}.json"
+    if config.target_config is None and not path.exists():
         return run_config, decoder_config_from_hf(open_source(run_config.target).config)
-    return run_config, decoder_config_from_hf(text_config(json.loads(config.target_config.read_text())))
+    return run_config, decoder_config_from_hf(text_config(json.loads(path.read_text())))
 
 
 def _device_kind(topology: str) -> DeviceKind:

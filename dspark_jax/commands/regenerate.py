@@ -24,11 +24,13 @@ class Regenerate:
     prompts: tuple[Path, ...]
     """Prompt files: JSONL or .jsonl.gz with id, domain, source, prompt."""
     output: Path
-    """Response file: id, domain, source, prompt_ids, response_ids, finish."""
+    """Response file: id, domain, source, template, prompt_ids, response_ids, finish."""
     target: str = "smollm2-135m"
     """Target model: embedded name, .gguf file, Hugging Face directory or hub id."""
     drafter: str = NONE
     """Drafter directory, "shipped" or "none": speculation changes the speed, not the law of the answers."""
+    thinking: bool = False
+    """Let targets think whose chat template leaves the choice; drafters serve the mode that they learnt."""
     temperature: float = 1.0
     """Sampling temperature."""
     max_new_tokens: int = 256
@@ -61,6 +63,7 @@ def run(config: Regenerate) -> None:
             dtype=config.dtype,
         ),
         check=config.self_check,
+        thinking=config.thinking,
     )
     log = JsonLinesLog(config.output)
     by_id = {prompt.id: prompt for prompt in prompts}
@@ -77,6 +80,7 @@ def run(config: Regenerate) -> None:
                     "id": prompt.id,
                     "domain": prompt.domain,
                     "source": prompt.source,
+                    "template": loaded.chat.name,
                     "prompt_ids": request.prompt_tokens,
                     "response_ids": request.emitted,
                     "finish": request.finish_reason.value,

@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and whoever has a tok
     from transformers import PreTrainedTokenizerFast
 
 Message = Mapping[str, str]
+THINKING = "enable_thinking"
+"""The variable with which templates of thinking models (Qwen3, Gemma 4) are told to think or not."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,22 @@ class ChatTemplate:
                 expected="an instruction-tuned model's tokenizer",
                 fix="set tokenizer.chat_template",
             )
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerFast, *, thinking: bool = False) -> ChatTemplate:
+        """A tokenizer's template in one of its modes; not to think is what the paper's drafters learn from.
+
+        Raises:
+          InputError: there is no template, or it has no mode of thinking.
+        """
+        has_modes = THINKING in str(tokenizer.chat_template)
+        if thinking and not has_modes:
+            raise InputError(
+                given="thinking, for a chat template that knows no such mode",
+                expected=f"a template that reads {THINKING!r}",
+                fix="leave --thinking out",
+            )
+        return cls(tokenizer=tokenizer, options={THINKING: thinking} if has_modes else {})
 
     @property
     def name(self) -> str:

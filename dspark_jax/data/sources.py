@@ -35,6 +35,8 @@ class Example:
     """int32 [T]."""
     loss_mask_np: np.ndarray
     """bool [T]: true on the tokens that the target produced."""
+    template: str | None = None
+    """Name of the chat template that rendered the prompt, where the source says it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,10 +65,11 @@ def read_responses(
     vocab_size: int | None = None,
     max_bad_share: float = 0.01,
 ) -> list[Example]:
-    """Reads rows of `{"id", "domain", "prompt_ids", "response_ids"}`: tokens of a target's own answers.
+    """Reads rows of `{"id", "domain", "prompt_ids", "response_ids", "template"}`: a target's own answers.
 
-    The loss covers the response. A second response under the same id becomes `id#1`, the third `id#2`, so
-    that ids are unique; the order of files decides, hence name new files after old ones.
+    The loss covers the response; "template" may be missing. A second response under the same id becomes
+    `id#1`, the third `id#2`, so that ids are unique; the order of files decides, hence name new files after
+    old ones.
 
     Args:
       source: what `open_rows` takes, or rows.
@@ -80,6 +83,22 @@ def read_responses(
 
     parse = functools.partial(_response, vocab_size=vocab_size)
     return _enough_supervision(_unique_ids(_parse_rows(source, parse, max_bad_share)), min_supervised_tokens)
+
+
+def common_template(examples: Iterable[Example]) -> str | None:
+    """The chat template that all prompts were rendered with; None where no source says it.
+
+    Raises:
+      InputError: there are several.
+    """
+    names = sorted({example.template for example in examples if example.template is not None})
+    if len(names) > 1:
+        raise InputError(
+            given=f"responses to prompts of the chat templates {names}",
+            expected="one template in one mode",
+            fix="leave out the files of the other ones",
+        )
+    return names[0] if names else None
 
 
 def read_conversations(
@@ -171,6 +190,7 @@ def _response(fields: dict, *, vocab_size: int | None) -> Example:
         domain=_text(fields, "domain"),
         tokens_np=np.concatenate([prompt_np, response_np]),
         loss_mask_np=np.arange(len(prompt_np) + len(response_np)) >= len(prompt_np),
+        template=_text(fields, "template") if fields.get("template") is not None else None,
     )
 
 
@@ -180,7 +200,13 @@ def _conversation(fields: dict, *, template: ChatTemplate) -> Example:
         raise ValueError("no list 'conversations'")
     tokens_np, loss_mask_np = template.tokenize_conversation(messages)
     domain = _text(fields, "domain") if fields.get("domain") is not None else "chat"
-    return Example(id=_text(fields, "id"), domain=domain, tokens_np=tokens_np, loss_mask_np=loss_mask_np)
+    return Example(
+        id=_text(fields, "id"),
+        domain=domain,
+        tokens_np=tokens_np,
+        loss_mask_np=loss_mask_np,
+        template=template.name,
+    )
 
 
 def _parse_rows(

@@ -5,7 +5,10 @@ there: step 0 reads the last committed feature and the anchor, step s the output
 the block. It sees the pairs before it and the earlier steps of its own block. Training unrolls the same
 steps over true tokens (the training-time test), decoding over sampled ones.
 
-Differs from the reference: rows exist at the sampled anchors only, and a row is supervised when its label is.
+Differs from the reference: rows exist at the sampled anchors only, and a row is supervised when its label is
+in the loss. The reference asks whether the two tokens before the label are. So it leaves out the first two
+tokens of an answer, which are drafted like all others, and takes in the token behind its end, which never is.
+With the mask moved on by two tokens both give the same loss and gradients (`evaluation.golden.check_chains`).
 """
 
 from __future__ import annotations

@@ -32,7 +32,9 @@ class LoadedEngine:
     chat: ChatTemplate
 
 
-def load_engine(*, target: str, drafter: str, config: EngineConfig, check: bool = True) -> LoadedEngine:
+def load_engine(
+    *, target: str, drafter: str, config: EngineConfig, check: bool = True, thinking: bool = False
+) -> LoadedEngine:
     """Loads a target and a drafter.
 
     Args:
@@ -41,13 +43,15 @@ def load_engine(*, target: str, drafter: str, config: EngineConfig, check: bool 
         decoding.
       config: shapes and policy.
       check: try whether the drafter fits the target (`self_check.py`).
+      thinking: mode of the chat template, where it has two.
 
     Raises:
       InputError: a checkpoint is not understood, or the drafter does not fit the target.
     """
     loaded = load_target(target, dtype=config.dtype)
     draft = None if drafter == NONE else load_drafter(drafter_directory(target, drafter), dtype=config.dtype)
-    engine, chat = make_engine(loaded, draft, config), ChatTemplate(tokenizer=loaded.tokenizer)
+    chat = ChatTemplate.of(loaded.tokenizer, thinking=thinking)
+    engine = make_engine(loaded, draft, config)
     if draft is not None and check:
         self_check(engine, loaded, draft, chat)
     return LoadedEngine(engine=engine, target=loaded, chat=chat)

@@ -1,19 +1,18 @@
 """Before serving: do drafter and target fit together as they were put together?
 
-What is wrong with a drafter costs speed and nothing else, so nobody would notice. Here it drafts along
-answers that the target just gave to a few prompts, once as its checkpoint says and once with each property
-changed that checkpoints and engines get wrong. A drafter that accepts next to nothing, or clearly more with a
-change, is refused.
-
-A mismatch that costs a drafter little is not seen. Another mode of the chat template is tried only when the
-drafter does badly, since texts of different modes are not equally predictable.
+What is wrong with a drafter costs speed and nothing else, so nobody would notice. Here target and drafter
+read a few conversations once, and the acceptance sum min(p, q) of every drafted token is computed from their
+distributions, as the checkpoint says and with each property changed that checkpoints and engines get wrong.
+All of them read the same tokens, so that small differences show: sums over windows of text are compared by a
+paired test. A drafter is refused when a change accepts significantly more, and when it predicts no better
+than a guess that ignores the text.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,114 +24,182 @@ from dspark_jax.checkpoints.drafter import LoadedDrafter
 from dspark_jax.checkpoints.targets import LoadedTarget
 from dspark_jax.core.buckets import round_up
 from dspark_jax.core.errors import InputError
-from dspark_jax.data.chat import ChatTemplate
+from dspark_jax.data.chat import THINKING, ChatTemplate
 from dspark_jax.drafters.config import DSparkConfig, Layout
 from dspark_jax.drafters.contract import Drafter, Params, SharedWeights
 from dspark_jax.drafters.registry import make_drafter
+from dspark_jax.engine.conversations import CONVERSATIONS
 from dspark_jax.engine.engine import Engine
-from dspark_jax.engine.requests import Request, SamplingOptions
 from dspark_jax.targets.decoder import Decoder, embedding_table, lm_head_kernel
 
-PROMPTS = (
-    "Explain in a few sentences why the sky is blue.",
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "What is 17 + 26? Show your steps.",
-)
-NEW_TOKENS = 24
 LENGTH_MULTIPLE = 32
-NEXT_TO_NOTHING = 0.1
-"""Accepted tokens of a block below which a drafter is refused in any case."""
-DOING_BADLY = 0.5
-"""Accepted tokens of a block below which other mask tokens and template modes are tried, too."""
-CLEARLY_MORE, STANDARD_ERRORS = 0.15, 3.0
-"""A change is to blame when it accepts this much more, and by so many standard errors."""
-TEMPLATE_MODES: tuple[dict[str, Any], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
+ANCHOR_STRIDE = 2
+"""Anchors next to each other say almost the same."""
+SMALLEST_WINDOW = 8
+"""Windows of at least so many tokens count as independent."""
+FEWEST_WINDOWS = 8
+"""With fewer of them there is no verdict."""
+SIGNIFICANT = 2.9
+"""Standard errors. Where a change made no difference, chance would exceed them once in 400 comparisons."""
+MATTERS = 0.01
+"""Share of the acceptance below which a difference does not matter."""
+DOING_BADLY = 0.35
+"""Share of what a guess leaves over, below which single taps, mask tokens and modes are tried, too."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Change:
     """One property of a drafter told otherwise.
 
     Attributes:
       property: what is changed: "taps", "layout", "mask id" or "template".
       to: the other value, in words.
-      drafter: the drafter with it.
-      taps: the layers that it reads.
+      accepted_BAG: acceptance of every slot with it.
     """
 
     property: str
     to: str
-    drafter: Drafter
-    taps: tuple[int, ...]
+    accepted_BAG: np.ndarray
 
 
-class Replay:
-    """Answers of the target, along which drafters are tried.
+class Trial:
+    """A few conversations as target and drafter read them.
 
     Args:
-      answers: finished requests.
-      target: who gave them.
+      target: the target.
       draft: the drafter; its parameters serve every change of it.
+      chat: the template that renders the prompts.
+      max_tokens: longer conversations are cut.
+
+    Attributes:
+      batch: what drafters are called with; anchors stand in the answers.
+      shared: the target's frozen weights that they use.
+      features: layer -> its output [B, T, D].
+      probs_BTV: the target's distributions, over the draft vocabulary.
+      guess_BT: acceptance of a guess that ignores the text: the target's mean distribution over the answers.
     """
 
-    def __init__(self, answers: list[Request], target: LoadedTarget, draft: LoadedDrafter):
-        self._target, self._draft = target, draft
-        self._shared = draft.shared_weights(
+    def __init__(self, target: LoadedTarget, draft: LoadedDrafter, chat: ChatTemplate, *, max_tokens: int):
+        self._draft = draft
+        self.shared = draft.shared_weights(
             embedding_table(target.params), lm_head_kernel(target.params), target.config.scaling
         )
-        whole = [request.prompt_tokens + request.emitted for request in answers]
-        T = round_up(max(map(len, whole)), LENGTH_MULTIPLE)
-        tokens_BT = np.stack([np.pad(tokens, (0, T - len(tokens))) for tokens in whole]).astype(np.int32)
-        starts_B1 = np.array([[len(request.prompt_tokens)] for request in answers])
-        ends_B1 = np.array([[len(tokens)] for tokens in whole])
-        anchors_BA = starts_B1 + np.arange(NEW_TOKENS)
-        self._keep_BA = anchors_BA + 1 < ends_B1
+        prompts, answers = [], []
+        for question, answer in CONVERSATIONS:
+            prompts.append(chat.render_prompt([{"role": "user", "content": question}])[:max_tokens])
+            tokens = chat.tokenizer(answer, add_special_tokens=False)["input_ids"]
+            answers.append(tokens[: max_tokens - len(prompts[-1])])
+        starts_B1 = np.array([[len(tokens)] for tokens in prompts])
+        ends_B1 = starts_B1 + np.array([[len(tokens)] for tokens in answers])
+        T = round_up(int(ends_B1.max()), LENGTH_MULTIPLE)
+        tokens_BT = np.zeros((len(prompts), T), np.int32)
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            tokens_BT[row, : len(prompt) + len(answer)] = prompt + answer
+        self._anchors_BA = starts_B1 + np.arange(0, max(map(len, answers)) + 1, ANCHOR_STRIDE)
+        keep_BA = self._anchors_BA + 1 < ends_B1
+        self._anchors_BA = np.where(keep_BA, self._anchors_BA, 0)
+        at_T = np.arange(T)
         self.batch = {
             "tokens_BT": jnp.asarray(tokens_BT),
-            "loss_mask_BT": jnp.asarray(np.arange(T) < ends_B1),
-            "anchors_BA": jnp.asarray(np.where(self._keep_BA, anchors_BA, 0)),
-            "keep_BA": jnp.asarray(self._keep_BA),
+            "loss_mask_BT": jnp.asarray((starts_B1 <= at_T) & (at_T < ends_B1)),
+            "anchors_BA": jnp.asarray(self._anchors_BA),
+            "keep_BA": jnp.asarray(keep_BA),
         }
         last = target.config.num_layers - 1
         layers = sorted({near for tap in draft.drafter.config.taps for near in _near(tap, last)})
-        self._features = dict(zip(layers, self._run_target(tuple(layers)), strict=True))
-        self._programs: dict[Drafter, Callable[..., Array]] = {}
+        predicts_BT = (starts_B1 <= at_T + 1) & (at_T + 1 < ends_B1)
+        vocabulary = draft.draft_to_target_np
+        features, self.probs_BTV, self.guess_BT = _read(
+            Decoder(target.config, draft.drafter.dtype),
+            tuple(layers),
+            target.params,
+            self.batch["tokens_BT"],
+            jnp.asarray(predicts_BT),
+            None if vocabulary is None else jnp.asarray(vocabulary),
+        )
+        self.features = dict(zip(layers, features, strict=True))
 
-    def accepted(self, drafter: Drafter, taps: tuple[int, ...]) -> np.ndarray:
-        """Tokens of a block that greedy decoding accepts at every anchor inside an answer [anchors]."""
-        features_BTCD = jnp.stack([self._features[tap] for tap in taps], axis=2)
-        args = (self._draft.params, self._shared, features_BTCD)
-        if drafter not in self._programs:
-            self._programs[drafter] = _compiled(functools.partial(_right, drafter, self.batch), *args)
-        right_BAG = np.asarray(self._programs[drafter](*args))
-        return np.cumprod(right_BAG, axis=-1).sum(-1)[self._keep_BA]
+    def accepted(
+        self, drafter: Drafter, *, taps: tuple[int, ...] | None = None, shared: SharedWeights | None = None
+    ) -> np.ndarray:
+        """Acceptance [B, A, G] of every slot; NaN where there is nothing to predict.
 
-    def _run_target(self, layers: tuple[int, ...]) -> list[Array]:
-        """Outputs [B, T, D] of these layers."""
-        decoder = Decoder(self._target.config, self._draft.drafter.dtype)
+        Args:
+          drafter: as the checkpoint has it, or in another layout.
+          taps: layers that it reads instead of its own.
+          shared: what it reads instead of the target's frozen weights.
+        """
+        features_BTCD = jnp.stack([self.features[tap] for tap in taps or drafter.config.taps], axis=2)
+        return np.asarray(
+            _acceptance(
+                drafter, self._draft.params, shared or self.shared, features_BTCD, self.probs_BTV, self.batch
+            )
+        )
 
-        def run(params) -> list[Array]:
-            output: Any = decoder.apply({"params": params}, self.batch["tokens_BT"], taps=layers)
-            return list(jnp.moveaxis(output.features_BTCD, 2, 0))
+    def guessed(self, block_len: int) -> np.ndarray:
+        """Acceptance [B, A, G] of the guess."""
+        at_BAG = self._anchors_BA[..., None] + np.arange(block_len)
+        guess_BT = np.asarray(self.guess_BT)
+        rows_B11 = np.arange(len(guess_BT))[:, None, None]
+        return guess_BT[rows_B11, np.minimum(at_BAG, guess_BT.shape[1] - 1)]
 
-        return _compiled(run, self._target.params)(self._target.params)
+    def windows(self, score_BA: np.ndarray, block_len: int) -> np.ndarray:
+        """Sums [windows] over the blocks whose anchors lie in one window of an answer."""
+        window = max(SMALLEST_WINDOW, 2 * block_len)
+        keep_BA = np.asarray(self.batch["keep_BA"])
+        number_BA = np.arange(len(keep_BA))[:, None] * 10**6 + self._anchors_BA // window
+        _, inverse = np.unique(number_BA[keep_BA], return_inverse=True)
+        return np.bincount(inverse, weights=score_BA[keep_BA])
 
 
-def _right(
-    drafter: Drafter, batch: dict[str, Array], params: Params, shared: SharedWeights, features_BTCD: Array
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _read(
+    decoder: Decoder,
+    layers: tuple[int, ...],
+    params: Params,
+    tokens_BT: Array,
+    predicts_BT: Array,
+    vocabulary: Array | None,
+) -> tuple[list[Array], Array, Array]:
+    """(outputs [B, T, D] of the layers, p [B, T, V] over the draft vocabulary, acceptance [B, T] of a guess).
+
+    The guess is the mean of p over the rows in predicts_BT.
+    """
+    output: Any = decoder.apply({"params": params}, tokens_BT, taps=layers)
+
+    def probs(hidden_TD: Array) -> Array:
+        logits: Any = decoder.apply({"params": params}, hidden_TD, method="unembed")
+        probs_TV = jax.nn.softmax(logits)
+        return probs_TV if vocabulary is None else probs_TV[:, vocabulary]
+
+    probs_BTV = jax.lax.map(probs, output.hidden_BTD)
+    mean_V = jnp.einsum("btv,bt->v", probs_BTV, predicts_BT / predicts_BT.sum())
+    guess_BT = jnp.minimum(probs_BTV, mean_V).sum(-1)
+    return list(jnp.moveaxis(output.features_BTCD, 2, 0)), probs_BTV, guess_BT
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _acceptance(
+    drafter: Drafter,
+    params: Params,
+    shared: SharedWeights,
+    features_BTCD: Array,
+    probs_BTV: Array,
+    batch: dict[str, Array],
 ) -> Array:
-    """Whether each slot's most likely token is the answer's [B, A, G]."""
+    """sum min(p, q) [B, A, G] under teacher forcing, sequence by sequence to save memory."""
     rows = drafter.training_rows(params, shared, features_BTCD=features_BTCD, **batch)
-    logits_BMV = rows.logits(shared, dtype=drafter.dtype)
-    right_BM = (shared.target_ids(logits_BMV.argmax(-1)) == rows.labels_BM) & rows.mask_BM
-    return right_BM.reshape(*batch["anchors_BA"].shape, drafter.config.block_len)
+    positions_BM = jnp.minimum(rows.positions_BM, probs_BTV.shape[1] - 1)
 
+    def of_sequence(sequence: tuple[Any, ...]) -> Array:
+        hidden_MD, latent_MR, positions_M, probs_TV = sequence
+        own = dataclasses.replace(rows, hidden_BMD=hidden_MD, latent_BMR=latent_MR)
+        probs_MV = jax.nn.softmax(own.logits(shared, dtype=drafter.dtype))
+        return jnp.minimum(probs_MV, probs_TV[positions_M]).sum(-1)
 
-def _compiled(function: Callable, *args) -> Callable[..., Any]:
-    """Compiled for a few runs: on a CPU the optimiser would take longer than it saves."""
-    on_cpu = jax.tree.leaves(args)[0].devices().pop().platform == "cpu"
-    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return jax.jit(function).lower(*args).compile(compiler_options=options if on_cpu else None)
+    accepted_BM = jax.lax.map(of_sequence, (rows.hidden_BMD, rows.latent_BMR, positions_BM, probs_BTV))
+    accepted_BM = jnp.where(rows.mask_BM, accepted_BM, jnp.nan)
+    return accepted_BM.reshape(*batch["anchors_BA"].shape, drafter.config.block_len)
 
 
 def refuse_misfit(target: LoadedTarget, draft: LoadedDrafter) -> None:
@@ -160,87 +227,116 @@ def refuse_misfit(target: LoadedTarget, draft: LoadedDrafter) -> None:
 
 
 def self_check(engine: Engine, target: LoadedTarget, draft: LoadedDrafter, chat: ChatTemplate) -> float:
-    """Decodes a few prompts greedily and tries the drafter along the answers.
+    """Tries the drafter along a few conversations, before it is used.
 
     Args:
-      engine: over the two, idle.
+      engine: over the two; its longest context cuts the conversations.
       target: the target.
       draft: the drafter.
       chat: the template in the mode that will be served.
 
     Returns:
-      Tokens of a full block that greedy decoding accepts, on average over all anchors; NaN when no prompt
-      fits. (A round starts where the one before was rejected, so rounds accept fewer.)
+      Summed acceptance of a block's slots, each given the true tokens before it, on average over all anchors;
+      NaN when the engine has room for too little text.
 
     Raises:
-      InputError: the drafter accepts next to nothing, or clearly more with something changed.
+      InputError: the drafter was trained on another template or mode, predicts no better than a guess, or
+        clearly better with something changed.
     """
-    answers = _answers(engine, target, chat)
-    if not answers:
+    _refuse_other_template(draft, chat)
+    trial = Trial(target, draft, chat, max_tokens=engine.config.max_context)
+    drafter = draft.drafter
+    declared_BAG = trial.accepted(drafter)
+    guess_BAG = trial.guessed(drafter.config.block_len)
+    over_guess = trial.windows(np.nansum(declared_BAG - guess_BAG, axis=-1), drafter.config.block_len)
+    if len(over_guess) < FEWEST_WINDOWS:
         return float("nan")
-    replay, declared = Replay(answers, target, draft), draft.drafter
-    accepted = replay.accepted(declared, declared.config.taps)
-    changes = [*_shifted_taps(target, declared), *_other_layout(declared)]
-    badly = accepted.mean() < DOING_BADLY
-    if badly:
-        changes += _other_masks(target, declared)
-    tried = [(change, replay.accepted(change.drafter, change.taps)) for change in changes]
-    for mode in _other_modes(chat) if badly else ():
-        if others := _answers(engine, target, dataclasses.replace(chat, options=mode)):
-            words = f"in the mode {mode or 'of no options'}"
-            change = Change(property="template", to=words, drafter=declared, taps=declared.config.taps)
-            tried.append((change, Replay(others, target, draft).accepted(declared, change.taps)))
-    better = [(other.mean(), change) for change, other in tried if _clearly_more(other, accepted)]
+    left_over = trial.windows(np.nansum(declared_BAG * 0 + 1 - guess_BAG, axis=-1), drafter.config.block_len)
+    changes = [*_shifted_taps(trial, target, drafter), *_other_layout(trial, drafter)]
+    if over_guess.sum() < DOING_BADLY * left_over.sum():
+        changes += [*_single_taps(trial, target, drafter), *_other_masks(trial, target, drafter)]
+        changes += _other_modes(target, draft, chat, engine.config.max_context)
+    accepted = float(_blocks(declared_BAG).mean())
+    better = {change: gain for change in changes if (gain := _clear_gain(trial, change, declared_BAG))}
     if better:
-        mean, change = max(better, key=lambda pair: pair[0])
+        change, gain = max(better.items(), key=lambda item: item[1])
         raise _mismatch(
-            f"a drafter of which {accepted.mean():.2f} tokens of a block are accepted, but {mean:.2f} "
+            f"a drafter of which {accepted:.2f} tokens of a block are accepted, but {accepted + gain:.2f} "
             f"{change.to}: its {change.property} looks wrong",
             f"correct the {change.property} of its checkpoint or of this run",
         )
-    if accepted.mean() < NEXT_TO_NOTHING:
-        looked_at = ", ".join(dict.fromkeys(change.property for change, _ in tried))
+    if _standard_errors(over_guess) < SIGNIFICANT:
+        looked_at = ", ".join(dict.fromkeys(change.property for change in changes))
         raise _mismatch(
-            f"a drafter of which {accepted.mean():.2f} tokens of a block are accepted, and no more with "
-            f"other values of {looked_at or 'anything that could be tried'}",
+            f"a drafter of which {accepted:.2f} tokens of a block are accepted, no more than of a guess that "
+            f"ignores the text ({_blocks(guess_BAG + declared_BAG * 0).mean():.2f}), and no more with other "
+            f"values of {looked_at or 'anything that could be tried'}",
             "use the drafter that was trained for this very target, and check its weights",
         )
-    return float(accepted.mean())
+    return accepted
 
 
-def _answers(engine: Engine, target: LoadedTarget, chat: ChatTemplate) -> list[Request]:
-    """The target's own greedy answers to the prompts that the engine has room for."""
-    requests = []
-    for number, text in enumerate(PROMPTS):
-        tokens = chat.render_prompt([{"role": "user", "content": text}])
-        room = min(NEW_TOKENS, engine.config.max_context - len(tokens))
-        if room > engine.models.block_len:
-            requests.append(
-                Request(
-                    id=f"self-check-{number}",
-                    prompt_tokens=tokens,
-                    max_new_tokens=room,
-                    stop_ids=frozenset(target.eos_ids),
-                    sampling=SamplingOptions(temperature=0.0),
-                )
-            )
-    return [request for request in engine.run(requests) if len(request.emitted) > 2]
+def _refuse_other_template(draft: LoadedDrafter, chat: ChatTemplate) -> None:
+    if draft.template not in (None, chat.name):
+        raise _mismatch(
+            f"a drafter that was trained on {draft.template}, for {chat.name}: its template looks wrong",
+            "serve the mode that it was trained on (--thinking), or train one on this mode",
+        )
 
 
-def _near(tap: int, last: int) -> set[int]:
-    return {min(max(tap + shift, -1), last) for shift in (-1, 0, 1)}
+def _blocks(accepted_BAG: np.ndarray) -> np.ndarray:
+    """Accepted tokens [blocks] of the blocks that predict anything."""
+    predicts_BA = ~np.isnan(accepted_BAG).all(-1)
+    return np.nansum(accepted_BAG, axis=-1)[predicts_BA]
 
 
-def _shifted_taps(target: LoadedTarget, drafter: Drafter) -> Iterator[Change]:
+def _clear_gain(trial: Trial, change: Change, declared_BAG: np.ndarray) -> float:
+    """Tokens of a block that a change accepts more; 0 where that may be chance, or does not matter."""
+    A, G = (min(sizes) for sizes in zip(change.accepted_BAG.shape[1:], declared_BAG.shape[1:], strict=True))
+    both_BAG = np.full((2, *declared_BAG.shape[:2], G), np.nan)
+    both_BAG[0, :, :A], both_BAG[1, :, :A] = change.accepted_BAG[:, :A, :G], declared_BAG[:, :A, :G]
+    gain_BA = np.nansum(both_BAG[0] - both_BAG[1], axis=-1)
+    gains = trial.windows(gain_BA, declared_BAG.shape[-1])
+    matters = gains.sum() > MATTERS * np.nansum(both_BAG[1])
+    if not matters or _standard_errors(gains) < SIGNIFICANT:
+        return 0.0
+    return float(gains.sum() / len(_blocks(declared_BAG)))
+
+
+def _standard_errors(sums: np.ndarray) -> float:
+    """How many standard errors the mean of independent sums lies above 0."""
+    error = sums.std(ddof=1) / len(sums) ** 0.5
+    return float(sums.mean() / error) if error else 0.0
+
+
+def _near(tap: int, last: int) -> tuple[int, int, int]:
+    """The layer below, the layer, the layer above, as far as they exist; -1 is the embedding."""
+    return max(tap - 1, -1), tap, min(tap + 1, last)
+
+
+def _with_taps(trial: Trial, drafter: Drafter, taps: tuple[int, ...]) -> Change:
+    return Change(property="taps", to=f"with taps {taps}", accepted_BAG=trial.accepted(drafter, taps=taps))
+
+
+def _shifted_taps(trial: Trial, target: LoadedTarget, drafter: Drafter) -> Iterator[Change]:
     """Every tap one layer up or down, as off-by-one conventions have it."""
     last = target.config.num_layers - 1
-    for shift in (1, -1):
-        taps = tuple(min(max(tap + shift, -1), last) for tap in drafter.config.taps)
-        if len(set(taps)) == len(taps):
-            yield Change(property="taps", to=f"with taps {taps}", drafter=drafter, taps=taps)
+    for shift in (0, 2):
+        taps = tuple(_near(tap, last)[shift] for tap in drafter.config.taps)
+        if len(set(taps)) == len(taps) and taps != drafter.config.taps:
+            yield _with_taps(trial, drafter, taps)
 
 
-def _other_layout(drafter: Drafter) -> Iterator[Change]:
+def _single_taps(trial: Trial, target: LoadedTarget, drafter: Drafter) -> Iterator[Change]:
+    """One tap one layer up or down."""
+    declared, last = drafter.config.taps, target.config.num_layers - 1
+    for number in range(len(declared)) if len(declared) > 1 else ():
+        for near in _near(declared[number], last):
+            if near not in declared:
+                yield _with_taps(trial, drafter, (*declared[:number], near, *declared[number + 1 :]))
+
+
+def _other_layout(trial: Trial, drafter: Drafter) -> Iterator[Change]:
     """The same number of rows, of which the other ones predict."""
     config = drafter.config
     if isinstance(config, DSparkConfig):
@@ -250,52 +346,33 @@ def _other_layout(drafter: Drafter) -> Iterator[Change]:
             layout, block_len = Layout.ANCHOR_FIRST, config.block_len + 1
         else:
             return
-        changed = _changed(drafter, layout=layout, block_len=block_len)
-        yield Change(
-            property="layout", to=f"in the layout {layout}", drafter=changed, taps=drafter.config.taps
-        )
+        changed = make_drafter(dataclasses.replace(config, layout=layout, block_len=block_len), drafter.dtype)
+        yield Change(property="layout", to=f"in the layout {layout}", accepted_BAG=trial.accepted(changed))
 
 
-def _other_masks(target: LoadedTarget, drafter: Drafter) -> Iterator[Change]:
+def _other_masks(trial: Trial, target: LoadedTarget, drafter: Drafter) -> Iterator[Change]:
     """The special tokens of the target, one of which a drafter was probably trained with."""
     if isinstance(drafter.config, DSparkConfig):
+        declared, table_VD = drafter.config.mask_token, trial.shared.embedding_VD
         for token in sorted(target.tokenizer.added_tokens_decoder):
-            if token != drafter.config.mask_token and token < target.config.vocab_size:
-                changed = _changed(drafter, mask_token=token)
-                yield Change(
-                    property="mask id",
-                    to=f"with mask token {token}",
-                    drafter=changed,
-                    taps=drafter.config.taps,
-                )
+            if token != declared and token < target.config.vocab_size:
+                swapped_VD = table_VD.at[declared].set(table_VD[token])  # another embedding, no other program
+                shared = dataclasses.replace(trial.shared, embedding_VD=swapped_VD)
+                accepted_BAG = trial.accepted(drafter, shared=shared)
+                yield Change(property="mask id", to=f"with mask token {token}", accepted_BAG=accepted_BAG)
 
 
-def _other_modes(chat: ChatTemplate) -> list[dict[str, Any]]:
-    """Modes of the template that differ from the one in use; most templates have one only."""
-    message = [{"role": "user", "content": PROMPTS[0]}]
-    seen = [chat.render_prompt(message)]
-    modes = []
-    for mode in TEMPLATE_MODES:
-        tokens = dataclasses.replace(chat, options=mode).render_prompt(message)
-        if tokens not in seen:
-            seen.append(tokens)
-            modes.append(mode)
-    return modes
-
-
-def _changed(drafter: Drafter, **fields: Any) -> Drafter:
-    config: Any = drafter.config
-    return make_drafter(dataclasses.replace(config, **fields), drafter.dtype)
-
-
-def _clearly_more(other: np.ndarray, accepted: np.ndarray) -> bool:
-    """By a margin that chance does not explain; anchor by anchor where both ran along the same answers."""
-    gain = other.mean() - accepted.mean()
-    if len(other) == len(accepted):
-        error = (other - accepted).std() / len(other) ** 0.5
-    else:
-        error = (other.var() / len(other) + accepted.var() / len(accepted)) ** 0.5
-    return bool(gain > max(CLEARLY_MORE, STANDARD_ERRORS * error))
+def _other_modes(
+    target: LoadedTarget, draft: LoadedDrafter, chat: ChatTemplate, max_tokens: int
+) -> Iterator[Change]:
+    """The mode of the template that is not in use, if it has two; the answers stay the same."""
+    if THINKING in str(chat.tokenizer.chat_template):
+        thinking = not chat.options.get(THINKING, False)
+        other = ChatTemplate.of(chat.tokenizer, thinking=thinking)
+        trial = Trial(target, draft, other, max_tokens=max_tokens)
+        yield Change(
+            property="template", to=f"in the mode {other.name}", accepted_BAG=trial.accepted(draft.drafter)
+        )
 
 
 def _mismatch(given: str, fix: str) -> InputError:

@@ -44,6 +44,8 @@ class HeldOutRun:
     """Target model: embedded name, .gguf file, Hugging Face directory or hub id."""
     drafter: str = SHIPPED
     """Drafter directory, "shipped", or "none" for plain decoding."""
+    thinking: bool = False
+    """Let targets think whose chat template leaves the choice."""
     num_prompts_per_domain: int | None = None
     """Prompts of every domain, always the same ones; None: as many as the paper takes of a suite, and 32 of
     any other domain."""
@@ -86,6 +88,7 @@ class HeldOutRun:
                 dtype=self.dtype,
             ),
             check=self.self_check,
+            thinking=self.thinking,
         )
 
         def fits(prompt: Prompt) -> bool:

@@ -50,6 +50,8 @@ class ServeConfig:
     """Order of the answers."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype in which the models run."""
+    thinking: bool = False
+    """Let targets think whose chat template leaves the choice."""
     self_check: bool = True
     """Try whether the drafter fits the target, and stop if it does not."""
 

@@ -44,6 +44,7 @@ def serve_file(config: ServeConfig) -> int:
             slots=config.slots, max_context=config.max_context, policy=config.policy, dtype=config.dtype
         ),
         check=config.self_check,
+        thinking=config.thinking,
     )
     load_s = time.perf_counter() - started_s
     engine = loaded.engine

@@ -23,7 +23,7 @@ from dspark_jax.data.chat import ChatTemplate
 from dspark_jax.data.deepspec_cache import DeepSpecCache, is_deepspec_cache
 from dspark_jax.data.draft_vocab import most_frequent_tokens
 from dspark_jax.data.feature_store import FeatureStore
-from dspark_jax.data.sources import Example, read_training_examples, split_held_out
+from dspark_jax.data.sources import Example, common_template, read_training_examples, split_held_out
 from dspark_jax.drafters.contract import Drafter, Params
 from dspark_jax.drafters.registry import make_drafter
 from dspark_jax.targets.families import decoder_config_from_hf
@@ -47,6 +47,7 @@ class RunInputs:
       given_params: parameters to start from, or None.
       vocabulary_np: target ids of a reduced draft vocabulary, or None.
       cache: the DeepSpec cache that the batches come from, or None.
+      template: name of the chat template that rendered the prompts, or None where the data do not say it.
     """
 
     drafter: Drafter
@@ -54,6 +55,7 @@ class RunInputs:
     given_params: Params | None
     vocabulary_np: np.ndarray | None
     cache: DeepSpecCache | None
+    template: str | None
 
 
 def read_inputs(config: TrainConfig) -> RunInputs:
@@ -82,6 +84,7 @@ def read_inputs(config: TrainConfig) -> RunInputs:
         given_params=None if given is None else given.params,
         vocabulary_np=_draft_vocabulary(config, given, examples, vocab_size),
         cache=cache,
+        template=_template(examples, records),
     )
 
 
@@ -134,7 +137,7 @@ def _examples(config: TrainConfig, source: TensorSource, vocab_size: int) -> lis
     """The training part of the responses; those too long to be of use are left out."""
 
     def template() -> ChatTemplate:
-        return ChatTemplate(tokenizer=source.tokenizer())
+        return ChatTemplate.of(source.tokenizer())
 
     examples, _ = split_held_out(read_training_examples(config.responses, template, vocab_size=vocab_size))
 
@@ -160,13 +163,19 @@ def _records(
     if config.feature_store is None:
         return examples
     store = FeatureStore(config.feature_store, taps=taps)
-    store.require(identity=source.identity())
+    store.require(identity=source.identity(), template=common_template(examples))
     records = store.select({example.id for example in examples}.__contains__)
     if len(records) < len(examples):
         _log.warning(
             "the feature store lacks %d of %d sequences", len(examples) - len(records), len(examples)
         )
     return records
+
+
+def _template(
+    examples: list[Example], records: Sequence[Example] | FeatureStore | DeepSpecCache
+) -> str | None:
+    return records.description.template if isinstance(records, FeatureStore) else common_template(examples)
 
 
 def _given_drafter(config: TrainConfig, drafter: Drafter) -> LoadedDrafter | None:

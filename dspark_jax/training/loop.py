@@ -39,7 +39,7 @@ from dspark_jax.training.cached_features import check_cache
 from dspark_jax.training.config import TrainConfig
 from dspark_jax.training.goodput import GoodputClock
 from dspark_jax.training.initial import feature_scale, regression_params, unit_scale
-from dspark_jax.training.inputs import claim_run, read_inputs, run_fingerprint
+from dspark_jax.training.inputs import RunInputs, claim_run, read_inputs, run_fingerprint
 from dspark_jax.training.state import Frozen, TrainBatch, TrainState, batch_shardings
 from dspark_jax.training.watch import OnLog, TraceWindow, Watcher
 
@@ -174,7 +174,7 @@ def train(
                 }
                 checkpoints.save(step, state, beside, watch.means_since_save())
                 if not stopped:
-                    _export(config, target, drafter, gather(state.params, mesh), inputs.vocabulary_np)
+                    _export(config, target, inputs, gather(state.params, mesh))
                     exported_step = step
                 clock.lap("save")
             progress.update()
@@ -184,7 +184,7 @@ def train(
         return None
     # 4. Again, for a run that was killed between its last checkpoint and the export.
     if exported_step != config.steps:
-        _export(config, target, drafter, gather(state.params, mesh), inputs.vocabulary_np)
+        _export(config, target, inputs, gather(state.params, mesh))
     return config.run_dir / "drafter"
 
 
@@ -245,19 +245,19 @@ def _frozen(
 def _export(
     config: TrainConfig,
     target: LoadedTarget,
-    drafter: Drafter,
+    inputs: RunInputs,
     params_np: Params,
-    vocabulary_np: np.ndarray | None,
 ) -> None:
     """Writes the drafter, in process 0."""
     on_main(
         functools.partial(
             save_drafter,
             config.run_dir / "drafter",
-            drafter=drafter,
+            drafter=inputs.drafter,
             params=params_np,
-            draft_to_target_np=vocabulary_np,
+            draft_to_target_np=inputs.vocabulary_np,
             target_hf_config=target.hf_config,
             num_anchors=config.data.num_anchors,
+            template=inputs.template,
         )
     )

@@ -96,6 +96,13 @@ def rewrite(directory: Path, *, fields: dict | None = None, tensors: dict | None
     save_file({k: v for k, v in stored.items() if v is not None}, directory / "model.safetensors")
 
 
+def test_the_template_of_the_training_data_stays_with_the_drafter(tmp_path):
+    tiny = tiny_drafter(target_of())
+    for template in (None, "chat(enable_thinking=False)"):
+        save(tmp_path, tiny, template=template)
+        assert load_drafter(tmp_path).template == template
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_round_trip_is_bit_exact(name, dtype, tmp_path):

@@ -11,10 +11,10 @@ from dspark_jax.commands import regenerate
 from dspark_jax.commands.regenerate import Regenerate
 from dspark_jax.core.jsonl import JsonLinesLog
 from dspark_jax.data.chat import ChatTemplate
-from dspark_jax.data.sources import is_held_out, read_responses
+from dspark_jax.data.sources import common_template, is_held_out, read_responses
 from dspark_jax.engine.load import LoadedEngine, make_engine
+from dspark_jax.testing.loaded import as_loaded_target
 from dspark_jax.testing.tiny import tiny_target
-from dspark_jax.testing.tokenizer import tiny_tokenizer
 
 IDS = [f"p{i}" for i in range(60)]
 ANSWERED = {i for i in IDS if not is_held_out(i)}
@@ -23,20 +23,14 @@ ANSWERED = {i for i in IDS if not is_held_out(i)}
 @pytest.fixture(scope="module")
 def target() -> LoadedTarget:
     tiny = tiny_target(vocab_size=259, num_hidden_layers=1, max_position_embeddings=256)
-    return LoadedTarget(
-        config=tiny.config,
-        params=tiny.params,
-        tokenizer=tiny_tokenizer(),
-        identity="tiny",
-        eos_ids=(2,),
-        generation={},
-        hf_config=tiny.hf_config,
-    )
+    return as_loaded_target(tiny)
 
 
 @pytest.fixture
 def job(tmp_path, monkeypatch, target) -> Regenerate:
-    def load_engine(*, target: str, drafter: str, config, check: bool = True) -> LoadedEngine:
+    def load_engine(
+        *, target: str, drafter: str, config, check: bool = True, thinking: bool = False
+    ) -> LoadedEngine:
         return LoadedEngine(engine=make_engine(loaded, None, config), target=loaded, chat=chat)
 
     loaded, chat = target, ChatTemplate(tokenizer=target.tokenizer)
@@ -66,7 +60,8 @@ def test_answers_training_prompts_only(job):
     assert all(
         row["finish"] in ("stop", "length") and len(row["response_ids"]) <= 16 for row in rows.values()
     )
-    assert len(read_responses(job.output, min_supervised_tokens=1)) == len(ANSWERED)
+    examples = read_responses(job.output, min_supervised_tokens=1)
+    assert len(examples) == len(ANSWERED) and common_template(examples) == "chat()"
 
 
 def test_a_killed_job_goes_on_with_the_same_answers(job):

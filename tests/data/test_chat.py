@@ -19,12 +19,16 @@ EMPTY_THOUGHTS = (
 )
 # As Gemma: white space around the content is stripped. As Llama 2: a space precedes the end-of-turn token.
 STRIPPING = CHATML.replace("message['content']", "message['content'] | trim")
+# As Gemma 4: turns of its own marks, and an empty thought that only the generation prompt has.
+EMPTY_CHANNEL = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}{% endif %}"
+)
 SPACED = CHATML.replace("<|im_end|>", " <|im_end|>")
 TEMPLATES = {
     "chatml": ChatTemplate(tokenizer=tiny_tokenizer()),
-    "empty thoughts": ChatTemplate(
-        tokenizer=tiny_tokenizer(EMPTY_THOUGHTS), options={"enable_thinking": False}
-    ),
+    "empty thoughts": ChatTemplate.of(tiny_tokenizer(EMPTY_THOUGHTS)),
     "stripping": ChatTemplate(tokenizer=tiny_tokenizer(STRIPPING)),
     "spaced": ChatTemplate(tokenizer=tiny_tokenizer(SPACED)),
 }
@@ -112,6 +116,22 @@ def test_what_the_template_itself_refuses_is_bad_input():
 
 def test_name_states_the_mode():
     assert TEMPLATES["empty thoughts"].name == "chat(enable_thinking=False)"
+    assert ChatTemplate.of(tiny_tokenizer(EMPTY_THOUGHTS), thinking=True).name == "chat(enable_thinking=True)"
+    assert ChatTemplate.of(tiny_tokenizer()).name == "chat()"  # of one mode
+
+
+def test_a_template_that_cannot_think_is_not_told_to():
+    with pytest.raises(InputError, match="knows no such mode"):
+        ChatTemplate.of(tiny_tokenizer(), thinking=True)
+
+
+@pytest.mark.parametrize("thoughts", [EMPTY_THOUGHTS, EMPTY_CHANNEL], ids=["qwen3", "gemma4"])
+def test_without_thinking_the_empty_thoughts_are_prompt_and_not_supervised(thoughts):
+    template = ChatTemplate.of(tiny_tokenizer(thoughts))
+    prompt = template.tokenizer.decode(template.render_prompt(conversation("q")))
+    assert prompt.endswith(("<think>\n\n</think>\n\n", "<|channel>thought\n<channel|>"))
+    tokens_np, loss_mask_np = template.tokenize_conversation(conversation("q", "yes"))
+    assert template.tokenizer.decode(tokens_np[loss_mask_np].tolist()) == "yes<|im_end|>"
 
 
 def test_a_tokenizer_without_template_is_refused():

@@ -1,4 +1,4 @@
-"""A drafter that knows its target's answers by heart, and the same one put together wrongly in every way."""
+"""A drafter that knows a few texts by heart, and the same one put together wrongly in every way."""
 
 from __future__ import annotations
 
@@ -19,63 +19,50 @@ from dspark_jax.drafters.dspark import DSpark
 from dspark_jax.engine import self_check as module
 from dspark_jax.engine.engine import Engine, EngineConfig
 from dspark_jax.engine.load import make_engine
-from dspark_jax.engine.self_check import refuse_misfit, self_check
+from dspark_jax.engine.self_check import Trial, refuse_misfit, self_check
+from dspark_jax.testing.loaded import as_loaded_target
 from dspark_jax.testing.tiny import randomised, tiny_target
 from dspark_jax.testing.tokenizer import CHATML, tiny_tokenizer
-from dspark_jax.training.config import LossConfig
-from dspark_jax.training.features import target_features
-from dspark_jax.training.state import TrainBatch
-from dspark_jax.training.step import loss_sums
 
-G, MASK = 3, 1
-THINKS = CHATML + "{% if not enable_thinking %}--{% endif %}"
-PLAIN = {"enable_thinking": False}
-PROMPTS = ("ab", "q?", "x 1")
+G, MASK, MAX_CONTEXT = 3, 1, 120
+THINKS = CHATML + "{% if not enable_thinking %}<think>{% endif %}"
+CONVERSATIONS = (
+    ("ab", "The quick brown fox jumps over the lazy dog."),
+    ("q?", "Sphinx of black quartz, judge my vow: 12345."),
+    ("x 1", "Pack my box with five dozen liquor jugs, now!"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A target, the drafter that knows its answers in the mode PLAIN, and an engine.
-
-    The engine decodes plainly: greedy answers are the same, and need not be compiled for every change.
-    """
+    """A target, the drafter that knows its distributions along the texts, without thinking, and an engine."""
 
     target: LoadedTarget
     draft: LoadedDrafter
     engine: Engine
 
-    def check(self, mode=PLAIN, **changes) -> float:
+    def check(self, *, thinking=False, template=None, **changes) -> float:
         """The check of a drafter that differs in these fields of its configuration."""
         config = dataclasses.replace(self.draft.drafter.config, **changes)
-        draft = dataclasses.replace(self.draft, drafter=DSpark(config))
-        return self_check(self.engine, self.target, draft, chat(self.target, mode))
-
-
-def chat(target: LoadedTarget, mode) -> ChatTemplate:
-    return ChatTemplate(tokenizer=target.tokenizer, options=mode)
+        draft = dataclasses.replace(self.draft, drafter=DSpark(config), template=template)
+        chat = ChatTemplate.of(self.target.tokenizer, thinking=thinking)
+        return self_check(self.engine, self.target, draft, chat)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def short_prompts():
+def short_texts():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "PROMPTS", PROMPTS)
+        patch.setattr(module, "CONVERSATIONS", CONVERSATIONS)
         yield
 
 
 @pytest.fixture(scope="module")
-def pair(short_prompts, quick_compiles) -> Pair:
+def pair(short_texts, quick_compiles) -> Pair:
     tiny = tiny_target(
         vocab_size=259, num_hidden_layers=4, tie_word_embeddings=False, max_position_embeddings=128, seed=14
     )
-    target = LoadedTarget(
-        config=tiny.config,
-        params=tiny.params,
-        tokenizer=tiny_tokenizer(THINKS),
-        identity="tiny",
-        eos_ids=(),
-        generation={},
-        hf_config=tiny.hf_config,
-    )
+    tiny.params["lm_head"]["kernel"] *= 2
+    target = as_loaded_target(tiny, tokenizer=tiny_tokenizer(THINKS), eos_ids=())
     config = DSparkConfig(
         target_vocab_size=259,
         vocab_size=259,
@@ -91,53 +78,48 @@ def pair(short_prompts, quick_compiles) -> Pair:
     draft = LoadedDrafter(
         drafter=DSpark(config), params=fresh, draft_to_target_np=None, embedding_VD=None, head_DV=None
     )
-    engine = make_engine(target, None, EngineConfig(slots=3, max_context=80, smallest_prefill=32))
-    answers = module._answers(engine, target, chat(target, PLAIN))
-    return Pair(target=target, draft=learnt_by_heart(target, draft, answers), engine=engine)
+    engine = make_engine(target, None, EngineConfig(max_context=MAX_CONTEXT, smallest_prefill=32))
+    return Pair(target=target, draft=learnt_by_heart(target, draft), engine=engine)
 
 
-def learnt_by_heart(target: LoadedTarget, draft: LoadedDrafter, answers) -> LoadedDrafter:
-    """The drafter after some steps on every anchor of the answers."""
-    assert all(len(set(request.emitted)) > 6 for request in answers), "answers that anything could predict"
-    replay = module.Replay(answers, target, draft)
-    batch = TrainBatch(**replay.batch, target=None)
-    optimizer = optax.adam(1e-2)
+def learnt_by_heart(target: LoadedTarget, draft: LoadedDrafter) -> LoadedDrafter:
+    """The drafter after some steps on every anchor of the trial itself."""
+    trial = Trial(target, draft, ChatTemplate.of(target.tokenizer), max_tokens=MAX_CONTEXT)
+    drafter, optimizer = draft.drafter, optax.adam(1e-2)
+    features_BTCD = jnp.stack([trial.features[tap] for tap in drafter.config.taps], axis=2)
+
+    def loss(params):
+        accepted_BAG = module._acceptance(
+            drafter, params, trial.shared, features_BTCD, trial.probs_BTV, trial.batch
+        )
+        return -jnp.nanmean(accepted_BAG)
 
     @jax.jit
     def train(params):
-        drafter = draft.drafter
-        features = target_features(
-            target.params, batch.tokens_BT, config=target.config, taps=drafter.config.taps, dtype=jnp.float32
-        )
-
-        def loss(params):
-            value, sums = loss_sums(
-                params,
-                batch,
-                features,
-                replay._shared,
-                drafter=drafter,
-                config=LossConfig(ce=1.0, tv=0.0, confidence=0.0, decay_len=100.0, chunk=72),
-            )
-            return value / sums.weight
-
         def step(_, carry):
             params, state = carry
             updates, state = optimizer.update(jax.grad(loss)(params), state, params)
             return optax.apply_updates(params, updates), state
 
-        return jax.lax.fori_loop(0, 300, step, (params, optimizer.init(params)))[0]
+        return jax.lax.fori_loop(0, 400, step, (params, optimizer.init(params)))[0]
 
     return dataclasses.replace(draft, params=train(draft.params))
 
 
 def test_a_drafter_that_fits_passes(pair):
     assert pair.check() > 2
+    assert pair.check(template="chat(enable_thinking=False)") > 2
 
 
-def test_taps_off_by_one(pair):
+def test_all_taps_off_by_one(pair):
     with pytest.raises(InputError, match=r"with taps \(0, 2\): its taps looks wrong"):
         pair.check(taps=(1, 3))
+
+
+def test_one_tap_off_by_one(pair, monkeypatch):
+    monkeypatch.setattr(module, "DOING_BADLY", 1)
+    with pytest.raises(InputError, match=r"with taps \(0, 2\): its taps looks wrong"):
+        pair.check(taps=(0, 3))
 
 
 def test_the_other_layout(pair):
@@ -146,27 +128,38 @@ def test_the_other_layout(pair):
 
 
 def test_another_mask_token(pair, monkeypatch):
-    monkeypatch.setattr(module, "DOING_BADLY", G)  # in so small a network the mask's embedding matters little
+    monkeypatch.setattr(module, "DOING_BADLY", 1)  # in so small a network the mask's embedding matters little
     with pytest.raises(InputError, match="with mask token 1: its mask id looks wrong"):
         pair.check(mask_token=200)
 
 
-def test_another_mode_of_the_template(pair):
-    with pytest.raises(InputError, match=r"in the mode .*: its template looks wrong"):
-        pair.check(mode={"enable_thinking": True})
+def test_another_mode_of_the_template_as_the_checkpoint_says(pair):
+    with pytest.raises(InputError, match=r"trained on chat\(enable_thinking=False\)"):
+        pair.check(thinking=True, template="chat(enable_thinking=False)")
+
+
+def test_another_mode_of_the_template_as_the_trial_shows(pair, monkeypatch):
+    monkeypatch.setattr(module, "DOING_BADLY", 1)
+    with pytest.raises(InputError, match=r"in the mode .*False\): its template looks wrong"):
+        pair.check(thinking=True)
 
 
 def test_a_drafter_without_a_clue(pair):
     fresh = randomised(pair.draft.params, seed=8)
-    with pytest.raises(
-        InputError, match=r"0\.\d\d tokens of a block are accepted, and no more with other values of taps"
-    ):
+    with pytest.raises(InputError, match="no more than of a guess that ignores the text"):
         dataclasses.replace(pair, draft=dataclasses.replace(pair.draft, params=fresh)).check()
 
 
-def test_no_room_for_a_prompt_is_no_verdict(pair, monkeypatch):
-    monkeypatch.setattr(module, "PROMPTS", ("x" * 100,))
+def test_too_little_text_is_no_verdict(pair, monkeypatch):
+    monkeypatch.setattr(module, "CONVERSATIONS", (("x" * 100, "cut off"),))
     assert np.isnan(pair.check())
+
+
+def test_blocks_that_resemble_each_other_count_once():
+    """Of drafters for which a change makes no difference, one in hundreds is refused, not one in ten."""
+    rng = np.random.default_rng(0)
+    alarms = [module._standard_errors(rng.standard_t(4, 30)) > module.SIGNIFICANT for _ in range(4000)]
+    assert np.mean(alarms) < 0.005
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from dspark_jax.data.chat import ChatTemplate
 from dspark_jax.data.sources import is_held_out
 from dspark_jax.engine.load import LoadedEngine, make_engine
 from dspark_jax.evaluation import held_out
+from dspark_jax.testing.loaded import as_loaded_drafter, as_loaded_target
 from dspark_jax.testing.tiny import tiny_drafter, tiny_target
-from dspark_jax.testing.tokenizer import tiny_tokenizer
 
 BLOCK_LEN = 2
 
@@ -24,19 +24,9 @@ BLOCK_LEN = 2
 @pytest.fixture(scope="session")
 def tiny_models() -> tuple[LoadedTarget, LoadedDrafter]:
     tiny = tiny_target(vocab_size=259, num_hidden_layers=1, max_position_embeddings=256)
-    target = LoadedTarget(
-        config=tiny.config,
-        params=tiny.params,
-        tokenizer=tiny_tokenizer(),
-        identity="tiny",
-        eos_ids=(2,),
-        generation={},
-        hf_config=tiny.hf_config,
-    )
+    target = as_loaded_target(tiny)
     draft = tiny_drafter(tiny, num_layers=1, taps=(0,), block_len=BLOCK_LEN)
-    loaded = LoadedDrafter(
-        drafter=draft.drafter, params=draft.params, draft_to_target_np=None, embedding_VD=None, head_DV=None
-    )
+    loaded = as_loaded_drafter(draft)
     return target, loaded
 
 
@@ -44,7 +34,9 @@ def tiny_models() -> tuple[LoadedTarget, LoadedDrafter]:
 def tiny_engine(monkeypatch, tiny_models) -> None:
     """The commands with the tiny models in place of those on their command lines."""
 
-    def load_tiny_engine(*, target: str, drafter: str, config, check: bool = True) -> LoadedEngine:
+    def load_tiny_engine(
+        *, target: str, drafter: str, config, check: bool = True, thinking: bool = False
+    ) -> LoadedEngine:
         assert (target, drafter) == ("smollm2-135m", "shipped")
         loaded, draft = tiny_models
         engine = make_engine(loaded, draft, config)

@@ -15,7 +15,7 @@ from dspark_jax.evaluation.accepted_length import PromptRounds
 from dspark_jax.evaluation.calibration_report import full_block_rounds
 
 G = 2
-IDENTITY = CalibrationIdentity(target="t", drafter="d", sampling="s", numerics="n")
+IDENTITY = CalibrationIdentity(target="t", drafter="d", template="c", sampling="s", numerics="n")
 CALIBRATION = Calibration(identity=IDENTITY, temperatures=(1.5, 0.5), evidence={"rounds": 3})
 
 

@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
-from dspark_jax.checkpoints.targets import LoadedTarget
 from dspark_jax.data.chat import ChatTemplate
 from dspark_jax.engine.engine import Engine, EngineConfig
 from dspark_jax.engine.load import NONE, SHIPPED, LoadedEngine
 from dspark_jax.engine.state import Weights
 from dspark_jax.serving import jsonl
 from dspark_jax.serving.jsonl import ServeConfig, serve_file
+from dspark_jax.testing.loaded import as_loaded_target
 from dspark_jax.testing.tiny import tiny_drafter, tiny_target
-from dspark_jax.testing.tokenizer import tiny_tokenizer
 
 MAX_CONTEXT = 96
 
@@ -38,20 +37,12 @@ class Server:
 
     def __init__(self):
         tiny = tiny_target(vocab_size=259, max_position_embeddings=256, tie_word_embeddings=False)
-        self.target = LoadedTarget(
-            config=tiny.config,
-            params=tiny.params,
-            tokenizer=tiny_tokenizer(),
-            identity="tiny",
-            eos_ids=(2,),
-            generation={},
-            hf_config=tiny.hf_config,
-        )
+        self.target = as_loaded_target(tiny)
         self._drafter = tiny_drafter(tiny)
         self._engines: dict[Any, Engine] = {}
 
     def load_engine(
-        self, *, target: str, drafter: str, config: EngineConfig, check: bool = True
+        self, *, target: str, drafter: str, config: EngineConfig, check: bool = True, thinking: bool = False
     ) -> LoadedEngine:
         """In the place of `engine.load.load_engine`."""
         assert target == "smollm2-135m" and drafter in (NONE, SHIPPED)

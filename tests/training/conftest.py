@@ -50,7 +50,12 @@ def save_responses(path: Path, *, seed: int, count: int, max_response: int = 26)
         prompt, response = int(rng.integers(2, 6)), int(rng.integers(16, max_response))
         # Low ids are more frequent, so that a reduced draft vocabulary leaves something out.
         tokens = np.minimum(rng.geometric(0.08, prompt + response), MASK_TOKEN - 1).tolist()
-        row = {"prompt_ids": tokens[:prompt], "response_ids": tokens[prompt:], "finish": "length"}
+        row = {
+            "prompt_ids": tokens[:prompt],
+            "response_ids": tokens[prompt:],
+            "finish": "length",
+            "template": "chat()",
+        }
         rows.append({"id": record_id, "domain": "test", "source": "test", **row})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import runpy
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import train as front_door
 from dspark_jax.core.distributed import DistributedConfig
 from dspark_jax.core.errors import InputError
-from dspark_jax.drafters.config import RNN, Gated, Markov
+from dspark_jax.drafters.config import RNN, Confidence, Gated, Markov
 from dspark_jax.targets.config import DecoderConfig
 from dspark_jax.targets.families import decoder_config_from_hf
 from dspark_jax.training.config import LossConfig, OptimizerConfig, PerToken, as_json
@@ -21,32 +22,26 @@ from dspark_jax.training.recipes import DSparkRecipe, Eagle3Recipe, MTPRecipe
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def hf_config(
-    model_type: str, vocab_size: int, layers: int, width: int, mlp: int, heads: int, kv_heads: int, **rest
-):
-    """The fields of a published config.json that a recipe depends on."""
-    return {
-        "model_type": model_type,
-        "vocab_size": vocab_size,
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "intermediate_size": mlp,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        **rest,
+TARGETS = {path.stem: json.loads(path.read_text()) for path in ROOT.glob("configs/targets/*.json")} | {
+    "smollm2_135m": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
     }
-
-
-TARGETS = {
-    "smollm2_135m": hf_config("llama", 49152, 30, 576, 1536, 9, 3),
-    "qwen3_4b": hf_config("qwen3", 151936, 36, 2560, 9728, 32, 8, head_dim=128),
-    "qwen3_8b": hf_config("qwen3", 151936, 36, 4096, 12288, 32, 8, head_dim=128),
-    "qwen3_14b": hf_config("qwen3", 151936, 40, 5120, 17408, 40, 8, head_dim=128),
-    "gemma4_12b": hf_config(
-        "gemma4_text", 262144, 48, 3840, 15360, 16, 8, hidden_size_per_layer_input=0, enable_moe_block=False
-    ),
 }
+"""Published config.json, as far as a recipe depends on it."""
 METHODS = ("dspark", "dflash", "eagle3", "mtp")
+PUBLISHED = {
+    "qwen3_4b": ("Qwen/Qwen3-4B", (1, 9, 17, 25, 33), 151669),
+    "qwen3_8b": ("Qwen/Qwen3-8B", (1, 9, 17, 25, 33), 151669),
+    "qwen3_14b": ("Qwen/Qwen3-14B", (1, 10, 19, 28, 37), 151669),
+    "gemma4_12b": ("google/gemma-4-12B-it", (5, 17, 29, 41, 46), 4),
+}
+"""The paper's targets: name, tapped layers, mask token."""
 
 
 def decoder(name: str) -> DecoderConfig:
@@ -66,6 +61,12 @@ def test_every_recipe_states_its_claim(path):
         module["get_config"]("gpt_5")
 
 
+def test_every_published_target_has_its_dimensions():
+    assert PUBLISHED.keys() == TARGETS.keys() - {"smollm2_135m"}
+    gemma = decoder("gemma4_12b")
+    assert [gemma.num_layers, gemma.layers[0].window, gemma.layers[5].num_kv_heads] == [48, 1024, 1]
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_recipe_resolves(name, method):
@@ -78,30 +79,43 @@ def test_every_recipe_resolves(name, method):
     assert not config.run_dir.is_absolute() and not any(path.is_absolute() for path in config.responses)
 
 
-def test_the_papers_numbers():
-    config = get_config("qwen3_14b")
-    assert config.optimizer == OptimizerConfig(learning_rate=6e-4, warmup_share=0.04, clip_norm=1.0)
-    assert config.loss == LossConfig(ce=0.1, tv=0.9, confidence=1.0, decay_len=4.0)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_papers_setting_is_every_methods(name, method):
+    config, (target, taps, _) = get_config(name, method), PUBLISHED[name]
+    assert config.target == target
+    assert config.optimizer == OptimizerConfig(
+        learning_rate=6e-4, warmup_share=0.04, clip_norm=1.0, b1=0.9, b2=0.999, orthogonalise=False
+    )
     assert (config.data.batch_size, config.data.max_length, config.data.num_anchors) == (512, 4096, 512)
-    assert config.drafter.head == Markov(rank=256) and config.drafter.block_len == 7
-    assert config.drafter.mask_token == 151669 and config.drafter.taps == (1, 10, 19, 28, 37)
-    assert config.steps * config.data.batch_size >= 10 * 1_400_000
+    assert 10 * 1_400_000 <= config.steps * config.data.batch_size < 10 * 1_400_000 + 512
+    assert (config.dtype, config.init_from, config.drafter.draft_vocab_size) == ("bfloat16", None, None)
+    assert config.drafter.taps == (None if method == "mtp" else taps)
 
 
-def test_the_other_methods_share_the_papers_setting():
-    dspark, dflash, eagle3, mtp = (get_config("gemma4_12b", method) for method in METHODS)
-    for other in (dflash, eagle3, mtp):
-        assert (other.target, other.data, other.steps) == (dspark.target, dspark.data, dspark.steps)
-        assert other.optimizer == dspark.optimizer
-    assert dspark.drafter.taps == dflash.drafter.taps == eagle3.drafter.taps == (5, 17, 29, 41, 46)
-    assert dspark.drafter.mask_token == dflash.drafter.mask_token == 4
-    assert (dflash.drafter.head, dflash.drafter.confidence, dflash.drafter.num_layers) == (None, None, 5)
-    assert (dflash.loss.ce, dflash.loss.tv, dflash.loss.decay_len) == (1.0, 0.0, 4.0)
-    assert dflash.drafter.block_len == eagle3.drafter.block_len == 7
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_papers_parallel_drafters(name):
+    (_, taps, mask_token), dspark, dflash = PUBLISHED[name], get_config(name), get_config(name, "dflash")
+    shape = DSparkRecipe(
+        taps=taps,
+        mask_token=mask_token,
+        num_layers=5,
+        block_len=7,
+        head=Markov(rank=256),
+    )
+    assert dspark.drafter == shape and shape.confidence == Confidence(with_markov=True)
+    assert dflash.drafter == dataclasses.replace(shape, head=None, confidence=None)
+    assert dspark.loss == LossConfig(ce=0.1, tv=0.9, confidence=1.0, decay_len=4.0)
+    assert dflash.loss == LossConfig(ce=1.0, tv=0.0, confidence=0.0, decay_len=4.0)
+
+
+def test_the_papers_sequential_drafters():
+    eagle3, mtp = (get_config("gemma4_12b", method) for method in ("eagle3", "mtp"))
+    assert (eagle3.drafter.block_len, mtp.drafter.block_len) == (7, 3)
     step_weights = np.exp(-np.arange(7) / eagle3.loss.decay_len)
     np.testing.assert_allclose(step_weights, 0.8 ** np.arange(7))
     assert (eagle3.loss.kl, eagle3.loss.ce, eagle3.loss.normaliser) == (1.0, 0.0, PerToken())
-    assert np.exp(-4 / mtp.loss.decay_len) == 1.0
+    assert (mtp.loss.ce, mtp.loss.tv, np.exp(-4 / mtp.loss.decay_len)) == (1.0, 0.0, 1.0)
 
 
 def test_variants_of_a_method():

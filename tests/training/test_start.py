@@ -80,6 +80,7 @@ def test_a_feature_store_and_a_given_drafter_change_only_where_a_run_starts(trai
     # The store and the drafter's file keep bfloat16: 8 bits.
     np.testing.assert_allclose(stored["loss"], online["loss"], rtol=1e-2)
     assert stored["rows"] == online["rows"] > 100
+    assert first.template == second.template == "chat()"
 
 
 def test_a_given_drafter_keeps_its_own_vocabulary(make_config, tmp_path):
@@ -119,6 +120,13 @@ def refused(make_config, monkeypatch, tmp_path) -> Callable[..., None]:
         assert not (tmp_path / "refused").exists()
 
     return check
+
+
+def test_prompts_of_other_templates_are_refused(refused, store, responses, tmp_path):
+    thinking = tmp_path / "thinking.jsonl"
+    thinking.write_text(responses.read_text().replace("chat()", "chat(enable_thinking=True)"))
+    refused("one template in one mode|templates .*chat", responses=(responses, thinking))
+    refused(r"template 'chat\(\)' instead of 'chat\(enable", responses=(thinking,), feature_store=store)
 
 
 def test_responses_that_teach_nothing_are_refused(refused, write_responses, tmp_path):
