@@ -30,7 +30,7 @@ OPTIONS = st.tuples(
 
 def params(rows: list[Options]) -> SamplingParams:
     temperature, top_k, top_p, min_p = zip(*rows, strict=True)
-    return SamplingParams(
+    return SamplingParams.greedy(len(rows)).replace(
         temperature_B=jnp.asarray(temperature, jnp.float32),
         top_k_B=jnp.asarray(top_k, jnp.int32),
         top_p_B=jnp.asarray(top_p, jnp.float32),
