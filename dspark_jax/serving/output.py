@@ -54,14 +54,13 @@ class Output:
             return
         self._open = open_journal(self._journal_name)
         try:
-            begun = self._begun_job(resume)
+            if not self._begun_job(resume):
+                self._remove()
+                self._open = open_journal(self._journal_name)
+                self._journal.append(json_line({"job": identity}))
         except BaseException:
             self.close()
             raise
-        if not begun:
-            self._remove()
-            self._open = open_journal(self._journal_name)
-            self._journal.append(json_line({"job": identity}))
 
     @property
     def _journal(self) -> Journal:

@@ -33,7 +33,7 @@ class Rejected:
         if self._file is None:
             # In a bucket nothing can grow: there the file is written at the end.
             remote = storage.is_remote(self.name)
-            opened = tempfile.TemporaryFile if remote else lambda: open(self.name, "wb")
+            opened = tempfile.TemporaryFile if remote else lambda: open(self.name, "wb")  # noqa: SIM115
             self._file = opened()
         text = line.decode("utf-8", errors="replace").rstrip("\r\n")
         self._file.write(json_line({"line": line_number, "reason": reason, "text": text}))
