@@ -237,7 +237,8 @@ class TestConfig:
             ServeConfig(input="in", output="out", shard=shard)
 
     def test_flags(self):
-        args = "--input a --output b --temperature 0.5 --verify-tokens 2 --order completion --drafter none --stop a b --resume"
+        args = "--input a --output b --temperature 0.5 --verify-tokens 2 --order completion --drafter none"
+        args += " --stop a b --resume"
         config = tyro.cli(ServeConfig, args=args.split())
 
         assert config.policy == FixedLength(length=2)
