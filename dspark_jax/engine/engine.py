@@ -299,7 +299,7 @@ def _sampling_row(request: Request) -> SamplingParams:
         top_k_B=jnp.array([options.top_k], jnp.int32),
         top_p_B=jnp.array([options.top_p], jnp.float32),
         min_p_B=jnp.array([options.min_p], jnp.float32),
-        stop_ids_BE=jnp.asarray(stop_ids_np),
+        stop_ids_BJ=jnp.asarray(stop_ids_np),
         stop_from_B=jnp.array([request.stop_from], jnp.int32),
     )
 

@@ -43,7 +43,7 @@ class SamplingParams:
     """Keep the most probable tokens whose mass first reaches this share; 1 keeps all."""
     min_p_B: Array
     """Keep tokens at least this probable relative to the most probable one; 0 keeps all."""
-    stop_ids_BE: Array
+    stop_ids_BJ: Array
     """Target ids that may not be drawn early (int32), -1 where there are fewer; read by `Draw.MASKED` on."""
     stop_from_B: Array
     """The first position at which they may stand (int32); 0 forbids nothing."""
@@ -56,7 +56,7 @@ class SamplingParams:
             top_k_B=jnp.zeros(num_rows, jnp.int32),
             top_p_B=jnp.ones(num_rows),
             min_p_B=jnp.zeros(num_rows),
-            stop_ids_BE=jnp.full((num_rows, MAX_STOP_IDS), -1, jnp.int32),
+            stop_ids_BJ=jnp.full((num_rows, MAX_STOP_IDS), -1, jnp.int32),
             stop_from_B=jnp.zeros(num_rows, jnp.int32),
         )
 
@@ -120,7 +120,7 @@ def distribution(
 def _stop_columns(sampling: SamplingParams, num_columns: int, draft_to_target_V: Array | None) -> Array:
     """bool [B, V]: which columns are stop tokens of each request."""
     target_ids_V = jnp.arange(num_columns) if draft_to_target_V is None else draft_to_target_V
-    return jnp.any(sampling.stop_ids_BE[:, :, None] == target_ids_V, axis=1)
+    return jnp.any(sampling.stop_ids_BJ[:, :, None] == target_ids_V, axis=1)
 
 
 def sample(keys_B: Array, probs_BV: Array) -> Array:

@@ -1,4 +1,4 @@
-"""A real process on real files, killed at random moments with SIGKILL: every record once, and the right one."""
+"""A real process, killed at random moments with SIGKILL: every record once, and the right one."""
 
 from __future__ import annotations
 

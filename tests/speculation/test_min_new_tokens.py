@@ -43,7 +43,7 @@ def law(option: str, salt: int, prefix: Tokens, *, masked: bool) -> np.ndarray:
             name: np.array([value], np.int32 if "top_k" in name else np.float32)
             for name, value in values.items()
         },
-        stop_ids_BE=jnp.full((1, MAX_STOP_IDS), -1).at[0, 0].set(STOP),
+        stop_ids_BJ=jnp.full((1, MAX_STOP_IDS), -1).at[0, 0].set(STOP),
         stop_from_B=jnp.array([len(PREFIX) + MIN_NEW_TOKENS if masked else 0]),
     )
     positions_B = np.array([len(prefix)])

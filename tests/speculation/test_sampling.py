@@ -176,7 +176,7 @@ class TestStopTokens:
         ids = np.full((3, MAX_STOP_IDS), -1, np.int32)
         ids[0, :2], ids[1, 0], ids[2, 0] = (2, 7), 5, 3
         return params([options] * 3).replace(
-            stop_ids_BE=jnp.asarray(ids), stop_from_B=jnp.asarray([6, 0, 10], jnp.int32)
+            stop_ids_BJ=jnp.asarray(ids), stop_from_B=jnp.asarray([6, 0, 10], jnp.int32)
         )
 
     @pytest.mark.parametrize(
