@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -289,18 +290,19 @@ def _check_policy(policy: VerifyPolicy, drafter: Drafter | None) -> None:
         )
 
 
-def _sampling_row(request: Request) -> SamplingParams:
+def _sampling_row(request: Request) -> Any:
+    """`SamplingParams` of one row, on the host: the program takes them along, no dispatch of their own."""
     options = request.sampling
     stop_ids_np = np.full((1, MAX_STOP_IDS), -1, np.int32)
     if request.min_new_tokens:
         stop_ids_np[0, : len(request.stop_ids)] = sorted(request.stop_ids)
     return SamplingParams(
-        temperature_B=jnp.array([options.temperature], jnp.float32),
-        top_k_B=jnp.array([options.top_k], jnp.int32),
-        top_p_B=jnp.array([options.top_p], jnp.float32),
-        min_p_B=jnp.array([options.min_p], jnp.float32),
-        stop_ids_BJ=jnp.asarray(stop_ids_np),
-        stop_from_B=jnp.array([request.stop_from], jnp.int32),
+        temperature_B=np.array([options.temperature], np.float32),
+        top_k_B=np.array([options.top_k], np.int32),
+        top_p_B=np.array([options.top_p], np.float32),
+        min_p_B=np.array([options.min_p], np.float32),
+        stop_ids_BJ=stop_ids_np,
+        stop_from_B=np.array([request.stop_from], np.int32),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
+import transformers.tokenization_utils_tokenizers  # noqa: F401 otherwise each child imports it
 import tyro
 
 from dspark_jax.serving.jsonl import ServeConfig, serve_file
