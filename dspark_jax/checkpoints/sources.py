@@ -27,6 +27,8 @@ HEAD_BYTES = 4096  # of every tensor, in its identity
 class TensorSource(Protocol):
     """A checkpoint in Hugging Face terms, read tensor by tensor."""
 
+    path: Path
+    """The file or directory that it is read from."""
     config: dict[str, Any]
     """The fields of config.json."""
 

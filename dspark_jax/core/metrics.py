@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 from tensorboardX import SummaryWriter
 
-from dspark_jax.core.jsonl import open_whole_lines
+from dspark_jax.core.jsonl import LineLog, json_line
 
 
 def plain(value: Any) -> Any:
@@ -23,14 +22,13 @@ class MetricsWriter:
     """Appends to `metrics.jsonl`, whole lines only, and to TensorBoard files under one directory."""
 
     def __init__(self, directory: Path):
-        self._lines, _ = open_whole_lines(directory / "metrics.jsonl")
+        self._log = LineLog(directory / "metrics.jsonl")
         self._board = SummaryWriter(str(directory / "tensorboard"))
 
     def write(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Writes one step's values; a vector `x_G` becomes the scalars x_1, x_2, ... in TensorBoard."""
         row = {"step": step, **{name: plain(value) for name, value in values.items()}}
-        self._lines.write(json.dumps(row).encode() + b"\n")
-        self._lines.flush()
+        self._log.append(json_line(row))
         for name, value in row.items():
             if isinstance(value, list):
                 for k, element in enumerate(value):
@@ -41,5 +39,5 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Flushes both."""
-        self._lines.close()
+        self._log.close()
         self._board.close()

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,10 @@ from dspark_jax.core.errors import InputError
 from dspark_jax.core.keys import request_key
 from dspark_jax.drafters.contract import Drafter
 from dspark_jax.engine.programs import Models, plain_round, prefill, speculative_round
-from dspark_jax.engine.requests import Request, SamplingOptions, Status
+from dspark_jax.engine.requests import Request, Status, TokenLogprob
 from dspark_jax.engine.state import EngineState, RoundResult, Weights
-from dspark_jax.speculation.sampling import Draw, SamplingParams
+from dspark_jax.speculation.logprobs import TokenLogprobs
+from dspark_jax.speculation.sampling import MAX_STOP_IDS, Draw, SamplingParams
 from dspark_jax.speculation.verify_length import ConfidenceThreshold, FixedLength, FullBlock, VerifyPolicy
 from dspark_jax.targets.config import DecoderConfig
 
@@ -119,7 +121,8 @@ class Engine:
             self._round_program(draw)
         self._release_program()
         for bucket in self.config.prefill_buckets if prompt_buckets is None else prompt_buckets:
-            self._prefill_program(bucket, self._prefill_args(0, [0] * bucket, SamplingOptions()))
+            request = Request(id="warm-up", prompt_tokens=[0] * bucket, max_new_tokens=1)
+            self._prefill_program(Draw.MASKED, self._prefill_args(0, request))
 
     def _round_program(self, draw: Draw) -> Program:
         function = functools.partial(plain_round, models=self.models, draw=draw)
@@ -133,10 +136,12 @@ class Engine:
             )
         return self._program(("round", draw), function, self._weights, self._state)
 
-    def _prefill_program(self, bucket: int, args: tuple) -> Program:
-        # One row's filters cost nothing beside a prompt, and half as many programs compile.
+    def _prefill_program(self, draw: Draw, args: tuple) -> Program:
+        # One row's filters cost nothing beside a prompt, and fewer programs compile.
+        draw = max(draw, Draw.MASKED)
+        bucket = args[3].shape[1]
         return self._program(
-            ("prefill", bucket), functools.partial(prefill, models=self.models, draw=Draw.FILTERED), *args
+            ("prefill", bucket, draw), functools.partial(prefill, models=self.models, draw=draw), *args
         )
 
     def _release_program(self) -> Program:
@@ -169,6 +174,12 @@ class Engine:
                 expected=f"ids in 0..{self.models.target.vocab_size - 1}",
                 fix="use the target's own tokenizer",
             )
+        if not all(0 <= token < self.models.target.vocab_size for token in request.stop_ids):
+            raise InputError(
+                given="a stop id outside the vocabulary",
+                expected=f"ids in 0..{self.models.target.vocab_size - 1}",
+                fix="use the target's own tokenizer",
+            )
 
     def submit(self, request: Request) -> None:
         """Queues a request."""
@@ -195,7 +206,7 @@ class Engine:
         running = [(slot, request) for slot, request in enumerate(self._slots) if request is not None]
         if not running:
             return finished
-        draw = max(request.sampling.draw for _, request in running)
+        draw = max(request.draw for _, request in running)
         self._state, on_device = self._round_program(draw)(self._weights, self._state)
         result: RoundResult = jax.device_get(on_device)
         for slot, request in running:
@@ -203,7 +214,7 @@ class Engine:
             request.verified_per_round.append(int(result.verified_B[slot]))
             request.confidence_per_round.append(np.asarray(result.confidence_logits_BG[slot]))
             tokens = result.tokens_BT[slot]
-            request.emit(tokens[tokens >= 0].tolist())
+            request.emit(tokens[tokens >= 0].tolist(), _logprobs_of(request, result.logprobs, slot))
             if request.status is Status.FINISHED:
                 self._release(slot)
                 finished.append(request)
@@ -238,22 +249,23 @@ class Engine:
 
     def _prefill(self, slot: int, request: Request) -> None:
         request.move_to(Status.DECODING)
-        bucket = bucket_for(len(request.prompt_tokens), self.config.prefill_buckets)
-        args = self._prefill_args(slot, request.prompt_tokens, request.sampling)
-        self._state, anchor_1 = self._prefill_program(bucket, args)(*args)
-        request.emit(jax.device_get(anchor_1).tolist())
+        args = self._prefill_args(slot, request)
+        self._state, on_device = self._prefill_program(request.draw, args)(*args)
+        anchor_1, logprobs = jax.device_get(on_device)
+        request.emit(anchor_1.tolist(), _logprobs_of(request, logprobs, 0))
 
-    def _prefill_args(self, slot: int, prompt_tokens: list[int], sampling: SamplingOptions) -> tuple:
-        tokens_np = np.zeros((1, bucket_for(len(prompt_tokens), self.config.prefill_buckets)), np.int32)
-        tokens_np[0, : len(prompt_tokens)] = prompt_tokens
+    def _prefill_args(self, slot: int, request: Request) -> tuple:
+        num_tokens = len(request.prompt_tokens)
+        tokens_np = np.zeros((1, bucket_for(num_tokens, self.config.prefill_buckets)), np.int32)
+        tokens_np[0, :num_tokens] = request.prompt_tokens
         return (
             self._weights,
             self._state,
             np.int32(slot),
             tokens_np,
-            np.int32(len(prompt_tokens)),
-            request_key(sampling.seed)[None],
-            _sampling_row(sampling),
+            np.int32(num_tokens),
+            request_key(request.sampling.seed, request.sampling.sample)[None],
+            _sampling_row(request),
         )
 
     def _release(self, slot: int) -> None:
@@ -278,13 +290,33 @@ def _check_policy(policy: VerifyPolicy, drafter: Drafter | None) -> None:
         )
 
 
-def _sampling_row(options: SamplingOptions) -> SamplingParams:
+def _sampling_row(request: Request) -> Any:
+    """`SamplingParams` of one row, on the host: the program takes them along, no dispatch of their own."""
+    options = request.sampling
+    stop_ids_np = np.full((1, MAX_STOP_IDS), -1, np.int32)
+    if request.min_new_tokens:
+        stop_ids_np[0, : len(request.stop_ids)] = sorted(request.stop_ids)
     return SamplingParams(
-        temperature_B=jnp.array([options.temperature], jnp.float32),
-        top_k_B=jnp.array([options.top_k], jnp.int32),
-        top_p_B=jnp.array([options.top_p], jnp.float32),
-        min_p_B=jnp.array([options.min_p], jnp.float32),
+        temperature_B=np.array([options.temperature], np.float32),
+        top_k_B=np.array([options.top_k], np.int32),
+        top_p_B=np.array([options.top_p], np.float32),
+        min_p_B=np.array([options.min_p], np.float32),
+        stop_ids_BJ=stop_ids_np,
+        stop_from_B=np.array([request.stop_from], np.int32),
     )
+
+
+def _logprobs_of(request: Request, logprobs: TokenLogprobs | None, row: int) -> list[TokenLogprob]:
+    """What a request asked for out of a program's report on all rows."""
+    if request.logprobs is None or logprobs is None:
+        return []
+    count = request.logprobs
+    return [
+        TokenLogprob(float(chosen), tuple(zip(ids[:count].tolist(), top[:count].tolist(), strict=True)))
+        for chosen, ids, top in zip(
+            logprobs.chosen_BT[row], logprobs.top_ids_BTJ[row], logprobs.top_BTJ[row], strict=True
+        )
+    ]
 
 
 def _deactivate(state: EngineState, slot: Array) -> EngineState:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from dspark_jax.checkpoints.drafter import LoadedDrafter, load_drafter
 from dspark_jax.checkpoints.shipped import shipped_drafter
-from dspark_jax.checkpoints.targets import LoadedTarget, load_target
+from dspark_jax.checkpoints.sources import SafetensorsDirectory
+from dspark_jax.checkpoints.targets import LoadedTarget, load_target, open_source
+from dspark_jax.core.file_stamps import Stamps, stamp
 from dspark_jax.data.chat import ChatTemplate
 from dspark_jax.engine.engine import Engine, EngineConfig
 from dspark_jax.engine.self_check import refuse_misfit, self_check
@@ -25,11 +27,15 @@ class LoadedEngine:
       engine: ready to take requests.
       target: the loaded target, tokenizer included.
       chat: its chat template.
+      drafter_identity: short hash of the drafter's checkpoint, or None without one.
+      stamps: the files of both, as they were before they were read.
     """
 
     engine: Engine
     target: LoadedTarget
     chat: ChatTemplate
+    drafter_identity: str | None = None
+    stamps: Stamps = dataclasses.field(default_factory=dict)
 
 
 def load_engine(
@@ -48,13 +54,34 @@ def load_engine(
     Raises:
       InputError: a checkpoint is not understood, or the drafter does not fit the target.
     """
+    directory = None if drafter == NONE else drafter_directory(target, drafter)
+    # Before anything is read: a file that is replaced while it is read shows as well.
+    stamps = stamp(
+        [
+            *model_files(open_source(target).path),
+            *(() if directory is None else model_files(SafetensorsDirectory(directory).path)),
+        ]
+    )
     loaded = load_target(target, dtype=config.dtype)
-    draft = None if drafter == NONE else load_drafter(drafter_directory(target, drafter), dtype=config.dtype)
+    draft = None if directory is None else load_drafter(directory, dtype=config.dtype)
     chat = ChatTemplate.of(loaded.tokenizer, thinking=thinking)
     engine = make_engine(loaded, draft, config)
     if draft is not None and check:
         self_check(engine, loaded, draft, chat)
-    return LoadedEngine(engine=engine, target=loaded, chat=chat)
+    return LoadedEngine(
+        engine=engine,
+        target=loaded,
+        chat=chat,
+        drafter_identity=None if directory is None else SafetensorsDirectory(directory).identity(),
+        stamps=stamps,
+    )
+
+
+def model_files(path: Path) -> list[Path]:
+    """The files of a checkpoint: a file is one, a directory holds weights, configuration and tokenizer."""
+    if path.is_file():
+        return [path]
+    return sorted(file for file in path.iterdir() if file.suffix in (".json", ".safetensors", ".jinja"))
 
 
 def drafter_directory(target: str, drafter: str) -> Path:

@@ -18,6 +18,7 @@ from dspark_jax.core.keys import Purpose, round_keys
 from dspark_jax.drafters.contract import DraftBlock, Drafter
 from dspark_jax.engine.state import EngineState, RoundResult, Weights, put_row
 from dspark_jax.nn.kv_cache import KVCache
+from dspark_jax.speculation.logprobs import TokenLogprobs, token_logprobs
 from dspark_jax.speculation.rejection import Verified, verify_block
 from dspark_jax.speculation.sampling import Draw, SamplingParams, distribution, sample
 from dspark_jax.speculation.verify_length import VerifyPolicy, verify_lengths
@@ -69,7 +70,7 @@ def prefill(
     *,
     models: Models,
     draw: Draw,
-) -> tuple[EngineState, Array]:
+) -> tuple[EngineState, tuple[Array, TokenLogprobs | None]]:
     """Runs a prompt and puts the request into a slot.
 
     Args:
@@ -84,7 +85,8 @@ def prefill(
       draw: the most that any request asks for; static.
 
     Returns:
-      (state, the first token of the answer [1], which is the first anchor).
+      (state, (the first token of the answer [1], which is the first anchor; its log-probabilities, if `draw`
+      reports them)).
     """
     T = tokens_1T.shape[1]
     start_1 = jnp.zeros(1, jnp.int32)
@@ -94,8 +96,8 @@ def prefill(
     # The LM head runs on the last token only; the logits of the others are never computed.
     last_1D = jax.lax.dynamic_index_in_dim(output.hidden_BTD, num_tokens - 1, axis=1, keepdims=False)
     logits_1V: Any = models.decoder.apply({"params": weights.target}, last_1D, method="unembed")
-    probs_1V = distribution(logits_1V, sampling_1, draw=draw)
     position_1 = num_tokens[None]
+    probs_1V = distribution(logits_1V, sampling_1, draw=draw, positions=position_1)
     # The token at position n is drawn as the target's token of a round anchored at n - 1.
     anchor_1 = sample(round_keys(key_1, position_1 - 1, Purpose.TARGET), probs_1V)
 
@@ -120,16 +122,23 @@ def prefill(
         active_B=state.active_B.at[slot].set(True),
         keys_B=state.keys_B.at[slot].set(key_1[0]),
         sampling=put_row(state.sampling, sampling_1, slot),
-    ), anchor_1
+    ), (anchor_1, _logprobs(logits_1V[:, None], anchor_1[:, None], draw))
 
 
 def draft(weights: Weights, state: EngineState, *, drafter: Drafter, draw: Draw) -> DraftBlock:
     """Proposes a block for every slot."""
     assert weights.drafter is not None and weights.shared is not None
     keys_B = round_keys(state.keys_B, state.positions_B, Purpose.DRAFT)
+    draft_to_target_V = weights.shared.draft_to_target_V
 
     def sampler(logits_BV: Array, k: Array) -> tuple[Array, Array]:
-        probs_BV = distribution(logits_BV, state.sampling, draw=draw)
+        probs_BV = distribution(
+            logits_BV,
+            state.sampling,
+            draw=draw,
+            positions=state.positions_B + 1 + k,
+            draft_to_target_V=draft_to_target_V,
+        )
         return sample(jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys_B, k), probs_BV), probs_BV
 
     return drafter.draft(
@@ -155,8 +164,9 @@ def accept(
     draw: Draw,
 ) -> Verified:
     """Rejection sampling: which drafts stay, and the target's own token."""
+    positions_BT = state.positions_B[:, None] + 1 + jnp.arange(logits_BTV.shape[1])
     return verify_block(
-        distribution(logits_BTV, state.sampling, draw=draw),
+        distribution(logits_BTV, state.sampling, draw=draw, positions=positions_BT),
         block.probs_BGV,
         block.draft_ids_BG,
         None if weights.shared is None else weights.shared.draft_to_target_V,
@@ -220,21 +230,23 @@ def speculative_round(
     verify_len_B = verify_lengths(policy, block.confidence_logits_BG, models.block_len)
 
     def with_bucket(bucket: int):
-        def run(state: EngineState) -> tuple[EngineState, Verified]:
+        def run(state: EngineState) -> tuple[EngineState, Verified, TokenLogprobs | None]:
             output = verify(weights, state, block, models=models, bucket=bucket)
             verified = accept(weights, state, block, output.logits_BTV, verify_len_B, draw=draw)
-            return commit(weights, state, output, verified, drafter=models.drafter), verified
+            logprobs = _logprobs(output.logits_BTV, verified.tokens_BT, draw)
+            return commit(weights, state, output, verified, drafter=models.drafter), verified, logprobs
 
         return run
 
     longest = jnp.max(jnp.where(state.active_B, verify_len_B, 0))
     choice = jnp.searchsorted(jnp.asarray(buckets), longest)
-    new_state, verified = jax.lax.switch(choice, [with_bucket(bucket) for bucket in buckets], state)
+    new_state, verified, logprobs = jax.lax.switch(choice, [with_bucket(bucket) for bucket in buckets], state)
     return new_state, RoundResult(
         tokens_BT=verified.tokens_BT,
         accepted_B=verified.accepted_B,
         verified_B=verify_len_B,
         confidence_logits_BG=block.confidence_logits_BG,
+        logprobs=logprobs,
     )
 
 
@@ -258,4 +270,10 @@ def plain_round(
         accepted_B=none_B,
         verified_B=none_B,
         confidence_logits_BG=nothing.confidence_logits_BG,
+        logprobs=_logprobs(output.logits_BTV, verified.tokens_BT, draw),
     )
+
+
+def _logprobs(logits_BTV: Array, tokens_BT: Array, draw: Draw) -> TokenLogprobs | None:
+    """Nothing unless some request asks for it, so that a program without it pays nothing."""
+    return token_logprobs(logits_BTV, tokens_BT) if draw >= Draw.LOGPROBS else None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from dspark_jax.core.errors import InputError
-from dspark_jax.speculation.sampling import Draw
+from dspark_jax.core.errors import InputError, require
+from dspark_jax.speculation.logprobs import MAX_TOP_LOGPROBS
+from dspark_jax.speculation.sampling import MAX_STOP_IDS, Draw
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,6 +24,7 @@ class SamplingOptions:
       top_p: keep the smallest set of tokens with this probability; 1 keeps all.
       min_p: drop tokens less likely than this share of the most likely one; 0 keeps all.
       seed: decides every draw of the request, whatever else runs beside it.
+      sample: number of the answer among several to one prompt; each draws from keys of its own.
     """
 
     temperature: float = 1.0
@@ -28,6 +32,7 @@ class SamplingOptions:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    sample: int = 0
 
     def __post_init__(self):
         legal = {
@@ -36,6 +41,7 @@ class SamplingOptions:
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (0 <= self.min_p < 1, "in [0, 1)"),
             "seed": (0 <= self.seed < 2**32, "0 to 2**32 - 1"),
+            "sample": (0 <= self.sample < 2**32, "0 to 2**32 - 1"),
         }
         for name, (ok, expected) in legal.items():
             if not ok:
@@ -70,10 +76,22 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended: at a stop token, or at its token limit."""
+    """Why a request ended: at a stop token or stop string, or at its token limit."""
 
     STOP = "stop"
     LENGTH = "length"
+
+
+class TokenLogprob(NamedTuple):
+    """The target's natural log-probability of an emitted token, and of the likeliest ones in its place.
+
+    Attributes:
+      logprob: of the emitted token, at temperature 1 and before any filter.
+      top: (id, log-probability), the likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -84,9 +102,15 @@ class Request:
       id: the caller's name for it.
       prompt_tokens: ids of the rendered prompt.
       max_new_tokens: exact limit on emitted tokens.
+      min_new_tokens: before so many tokens no stop token can be drawn, and no stop string ends the answer.
       stop_ids: tokens that end the answer; the stop token itself is emitted.
+      stop_check: is told every emitted token in turn; true where the text so far ends the answer
+        (`data.detokenize.TextStream`).
+      logprobs: how many alternatives to report beside the log-probability of every emitted token; None
+        reports nothing.
       sampling: how tokens are drawn.
       emitted: tokens of the answer so far.
+      emitted_logprobs: one for each of them, if `logprobs` asks for it.
       accepted_per_round: draft tokens accepted in each round.
       verified_per_round: draft tokens verified in each round.
       confidence_per_round: confidence logits [G] of each round's block; [0] without a drafter.
@@ -96,9 +120,13 @@ class Request:
     id: str
     prompt_tokens: list[int]
     max_new_tokens: int
+    min_new_tokens: int = 0
     stop_ids: frozenset[int] = frozenset()
+    stop_check: Callable[[int], bool] | None = None
+    logprobs: int | None = None
     sampling: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)
     emitted: list[int] = dataclasses.field(default_factory=list)
+    emitted_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     accepted_per_round: list[int] = dataclasses.field(default_factory=list)
     verified_per_round: list[int] = dataclasses.field(default_factory=list)
     confidence_per_round: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -110,12 +138,44 @@ class Request:
             raise InputError(
                 given=f"request {self.id!r} without tokens", expected="a prompt", fix="give it a prompt"
             )
-        if self.max_new_tokens < 1:
+        self._refuse_unless(self.max_new_tokens >= 1, "max_new_tokens", "at least 1")
+        self._refuse_unless(
+            0 <= self.min_new_tokens <= self.max_new_tokens,
+            "min_new_tokens",
+            f"0 to max_new_tokens={self.max_new_tokens}",
+        )
+        self._refuse_unless(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_TOP_LOGPROBS,
+            "logprobs",
+            f"0 to {MAX_TOP_LOGPROBS} alternatives",
+        )
+        if self.min_new_tokens and len(self.stop_ids) > MAX_STOP_IDS:
             raise InputError(
-                given=f"request {self.id!r} with max_new_tokens={self.max_new_tokens}",
-                expected="at least 1",
-                fix="raise it",
+                given=f"request {self.id!r} with min_new_tokens and {len(self.stop_ids)} stop ids",
+                expected=f"at most {MAX_STOP_IDS} stop ids beside min_new_tokens",
+                fix="leave out min_new_tokens, or some of the stop ids",
             )
+
+    def _refuse_unless(self, legal: bool, name: str, expected: str) -> None:
+        require(
+            legal,
+            given=f"request {self.id!r} with {name}={getattr(self, name)}",
+            expected=expected,
+            fix=f"correct {name}",
+        )
+
+    @property
+    def draw(self) -> Draw:
+        """The least that the next round's program must be able to do for this request."""
+        if self.logprobs is not None:
+            return Draw.LOGPROBS
+        masked = len(self.emitted) < self.min_new_tokens and self.stop_ids
+        return Draw.MASKED if masked else self.sampling.draw
+
+    @property
+    def stop_from(self) -> int:
+        """The first position of the sequence at which a stop token may stand."""
+        return len(self.prompt_tokens) + self.min_new_tokens
 
     @property
     def status(self) -> Status:
@@ -130,11 +190,19 @@ class Request:
             )
         self._status = status
 
-    def emit(self, tokens: list[int]) -> None:
-        """Appends committed tokens, stopping exactly at a stop token or at the limit."""
-        for token in tokens:
+    def emit(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
+        """Appends committed tokens, stopping exactly where the answer ends.
+
+        Args:
+          tokens: in order; those behind the end are dropped.
+          logprobs: one for each token, or none at all.
+        """
+        for number, token in enumerate(tokens):
             self.emitted.append(token)
-            if token in self.stop_ids:
+            self.emitted_logprobs.extend(logprobs[number : number + 1])
+            at_stop_string = self.stop_check is not None and self.stop_check(token)
+            at_stop_id = token in self.stop_ids and len(self.emitted) > self.min_new_tokens
+            if at_stop_id or (at_stop_string and len(self.emitted) >= self.min_new_tokens):
                 self.finish_reason = FinishReason.STOP
             elif len(self.emitted) == self.max_new_tokens:
                 self.finish_reason = FinishReason.LENGTH

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from dspark_jax.drafters.contract import Context, Drafter, Params, SharedWeights
 from dspark_jax.nn.kv_cache import KVCache
+from dspark_jax.speculation.logprobs import TokenLogprobs
 from dspark_jax.speculation.sampling import SamplingParams
 from dspark_jax.targets.config import DecoderConfig
 
@@ -63,12 +64,7 @@ class EngineState:
             positions_B=jnp.zeros(slots, jnp.int32),
             active_B=jnp.zeros(slots, bool),
             keys_B=jax.random.split(jax.random.key(0), slots),
-            sampling=SamplingParams(
-                temperature_B=jnp.zeros(slots),
-                top_k_B=jnp.zeros(slots, jnp.int32),
-                top_p_B=jnp.ones(slots),
-                min_p_B=jnp.zeros(slots),
-            ),
+            sampling=SamplingParams.greedy(slots),
         )
 
 
@@ -81,12 +77,14 @@ class RoundResult:
       accepted_B: draft tokens accepted.
       verified_B: draft tokens verified.
       confidence_logits_BG: of the drafted block; [B, 0] without a drafter.
+      logprobs: of the committed tokens, or None from a program that does not report them.
     """
 
     tokens_BT: Array
     accepted_B: Array
     verified_B: Array
     confidence_logits_BG: Array
+    logprobs: TokenLogprobs | None
 
 
 def put_row(slots, row, slot: Array):

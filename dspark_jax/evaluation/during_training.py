@@ -44,7 +44,7 @@ class TrainingEvaluation:
         """Accepted length of every domain, `accepted_length/domain`, and their mean, `accepted_length`."""
         if self._target is None:
             self._target = self._on_one_device(snapshot.target)
-            self._prompts = self._choose(ChatTemplate(tokenizer=self._target.tokenizer))
+            self._prompts = self._choose(ChatTemplate.of(self._target.tokenizer))
         draft = LoadedDrafter(
             drafter=snapshot.drafter,
             params=jax.tree.map(lambda x: jnp.asarray(x, self._config.dtype), snapshot.params),
@@ -62,7 +62,7 @@ class TrainingEvaluation:
         loaded = LoadedEngine(
             engine=make_engine(self._target, draft, engine_config),
             target=self._target,
-            chat=ChatTemplate(tokenizer=self._target.tokenizer),
+            chat=ChatTemplate.of(self._target.tokenizer),
         )
         domains = sorted({prompt.domain for prompt in self._prompts})
         mine = self._prompts[jax.process_index() :: jax.process_count()]

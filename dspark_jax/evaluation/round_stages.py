@@ -98,13 +98,8 @@ class RoundStages:
         )
         tokens_np = np.zeros((1, bucket_for(len(prompt), buckets)), np.int32)
         tokens_np[0, : len(prompt)] = prompt
-        greedy = SamplingParams(
-            temperature_B=jnp.zeros(1),
-            top_k_B=jnp.zeros(1, jnp.int32),
-            top_p_B=jnp.ones(1),
-            min_p_B=jnp.zeros(1),
-        )
         key_1 = request_key(0)[None]
+        greedy = SamplingParams.greedy(1)
         state, _ = self._prefill(
             self.weights, state, np.int32(0), tokens_np, np.int32(len(prompt)), key_1, greedy
         )

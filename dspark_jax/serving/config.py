@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
-from dspark_jax.core.errors import InputError
+from dspark_jax.core.errors import InputError, require
 from dspark_jax.engine.load import SHIPPED
 from dspark_jax.engine.requests import SamplingOptions
+from dspark_jax.serving.options import AnswerOptions
 from dspark_jax.speculation.verify_length import ConfidenceThreshold, FixedLength, FullBlock, VerifyPolicy
 
 
@@ -17,11 +18,14 @@ from dspark_jax.speculation.verify_length import ConfidenceThreshold, FixedLengt
 class ServeConfig:
     """Answer every prompt of a JSON lines file by speculative decoding, losslessly."""
 
-    input: Path
-    """JSON lines: "prompt" or "messages"; optional "id", "domain", "temperature", "top_k", "top_p", "min_p",
-    "seed", "max_new_tokens"."""
-    output: Path
-    """JSON lines: the answers. Grows as OUTPUT.partial and gets its name when it is complete."""
+    input: str
+    """JSON lines, a path or a URL such as gs://bucket/file: "prompt" or "messages"; optional "id", "domain"
+    and every option of docs/serving.md."""
+    output: str
+    """JSON lines: the answers. Grows as OUTPUT.partial and gets its name when it is complete; refused lines
+    go to OUTPUT.rejected.jsonl."""
+    resume: bool = False
+    """Go on with a job that was stopped. The same command begins the job where there is none."""
     target: str = "smollm2-135m"
     """Target model: embedded name, .gguf file, Hugging Face directory or hub id."""
     drafter: str = SHIPPED
@@ -32,6 +36,16 @@ class ServeConfig:
     """Longest prompt plus answer, in tokens."""
     max_new_tokens: int = 256
     """Longest answer, in tokens."""
+    min_new_tokens: int = 0
+    """Shortest answer, in tokens: stop tokens cannot be drawn before."""
+    n: int = 1
+    """Answers to each prompt; needs a temperature above 0."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer; the text ends before them."""
+    ignore_eos: bool = False
+    """Go on past the target's end tokens."""
+    logprobs: int | None = None
+    """Report the target's log-probability of every token, and of so many alternatives."""
     temperature: float | None = None
     """0 is greedy. By default what the target's generation_config recommends, else 0."""
     top_k: int | None = None
@@ -47,7 +61,20 @@ class ServeConfig:
     confidence_threshold: float | None = None
     """Verify up to the first drafted token with a confidence below this."""
     order: Literal["input", "completion"] = "input"
-    """Order of the answers."""
+    """Order of the answers in OUTPUT."""
+    longest_first: bool = False
+    """Begin with the lines that may take longest, so that the last ones do not run alone. Takes 24 bytes of
+    memory a line."""
+    shard: str | None = None
+    """i/n: answer only part i of n, from 0; the parts are the same wherever they are worked out."""
+    grace_s: float = 30.0
+    """After SIGTERM or SIGINT, requests that are being decoded have so many seconds to finish."""
+    report: str | None = None
+    """Write the figures of the run there, as JSON."""
+    metrics_port: int | None = None
+    """Serve figures for Prometheus at this port while the job runs."""
+    metrics_host: str = "127.0.0.1"
+    """Address for --metrics-port; nobody but this machine can reach the default."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype in which the models run."""
     thinking: bool = False
@@ -62,12 +89,34 @@ class ServeConfig:
                 expected="at most one rule for how much is verified",
                 fix="leave one of them out",
             )
-        if self.max_new_tokens < 1:
-            raise InputError(
-                given=f"max_new_tokens={self.max_new_tokens}",
-                expected="at least 1",
-                fix="raise max_new_tokens",
-            )
+        require(
+            self.max_new_tokens >= 1,
+            given=f"max_new_tokens={self.max_new_tokens}",
+            expected="at least 1",
+            fix="raise max_new_tokens",
+        )
+        require(
+            self.grace_s >= 0,
+            given=f"grace_s={self.grace_s}",
+            expected="0 seconds or more",
+            fix="correct grace_s",
+        )
+        _ = self.shard_numbers
+
+    @property
+    def shard_numbers(self) -> tuple[int, int]:
+        """(part, parts) of `shard`; (0, 1) for the whole input."""
+        if self.shard is None:
+            return 0, 1
+        match = re.fullmatch(r"(\d+)/(\d+)", self.shard)
+        part, parts = map(int, match.groups()) if match else (0, 0)
+        require(
+            part < parts,
+            given=f"shard {self.shard!r}",
+            expected="i/n with 0 <= i < n, such as 0/4",
+            fix="correct --shard",
+        )
+        return part, parts
 
     @property
     def policy(self) -> VerifyPolicy:
@@ -79,7 +128,7 @@ class ServeConfig:
         return FullBlock()
 
     def sampling(self, generation: Mapping[str, Any]) -> SamplingOptions:
-        """How a line is answered that says nothing else.
+        """How tokens of a line are drawn that says nothing else.
 
         Args:
           generation: fields of the target's generation_config.json; they count if it recommends sampling.
@@ -90,3 +139,10 @@ class ServeConfig:
         options |= {name: value for name, value in vars(self).items() if value is not None}
         names = {field.name for field in dataclasses.fields(SamplingOptions)}
         return SamplingOptions(**{name: options[name] for name in names if options.get(name) is not None})
+
+    def options(self, generation: Mapping[str, Any]) -> AnswerOptions:
+        """How a line is answered that says nothing else; `generation` as in `sampling`."""
+        own = {field.name for field in dataclasses.fields(AnswerOptions)} & set(vars(self))
+        return AnswerOptions(
+            sampling=self.sampling(generation), **{name: getattr(self, name) for name in own}
+        )

@@ -1,4 +1,4 @@
-"""Lines of a prompt file: each becomes a request, or a reason why not."""
+"""Lines of a prompt file: each becomes requests, or a reason why not; and answers become lines."""
 
 from __future__ import annotations
 
@@ -10,27 +10,23 @@ from typing import Any
 
 from dspark_jax.core.errors import InputError
 from dspark_jax.data.chat import ChatTemplate
+from dspark_jax.data.detokenize import TextStream
 from dspark_jax.engine.engine import Engine
-from dspark_jax.engine.requests import Request, SamplingOptions
+from dspark_jax.engine.requests import FinishReason, Request
+from dspark_jax.serving.id_set import IdSet, hash64
+from dspark_jax.serving.options import OPTION_KEYS, UNSUPPORTED, AnswerOptions
 
-_TEXT, _INTEGER, _NUMBER = ((str,), "a string"), ((int,), "an integer"), ((int, float), "a number")
-SAMPLING_KEYS = {
-    "temperature": _NUMBER,
-    "top_k": _INTEGER,
-    "top_p": _NUMBER,
-    "min_p": _NUMBER,
-    "seed": _INTEGER,
-}
+_TEXT = ((str,), "a string")
 KEYS = {
     "id": _TEXT,
     "domain": _TEXT,
     "prompt": _TEXT,
     "messages": ((list,), "a list of messages"),
-    **SAMPLING_KEYS,
-    "max_new_tokens": _INTEGER,
+    **OPTION_KEYS,
 }
 """What a line may hold: key -> (its types in Python, their name in a message)."""
 MESSAGE_KEYS = {"role": _TEXT, "content": _TEXT}
+LOGPROB_DIGITS = 5
 
 
 class _Refused(Exception):
@@ -39,17 +35,23 @@ class _Refused(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A line that will be answered.
+    """One answer that is to be given.
 
     Attributes:
-      number: its place among the lines that will be answered, from 0.
+      id: the line's.
+      line: its number in the input, from 1.
+      sample: number of the answer among those to this line, from 0.
       domain: the caller's name for its kind of prompt, or None.
       request: what the engine runs.
+      stream: finds stop strings, where there are any to find.
     """
 
-    number: int
+    id: str
+    line: int
+    sample: int
     domain: str | None
     request: Request
+    stream: TextStream | None
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -59,61 +61,149 @@ class JobReader:
     Attributes:
       chat: makes prompt tokens out of messages.
       engine: has the last word on what it can hold.
-      sampling: how a line is answered that says nothing else; its seed and a line's id make the line's seed.
-      max_new_tokens: longest answer to a line that says nothing else.
-      stop_ids: tokens that end an answer.
-      on_refused: is told (line number, reason) of every line that cannot be answered.
-      refused: number of those lines.
+      options: how a line is answered that says nothing else; its seed and a line's id make the line's seed.
+      eos_ids: the target's end tokens.
+      on_refused: is told (line number, reason, line) of every line that cannot be answered.
+      is_done: (line number, sample) -> whether this answer is there already.
+      shard: (i, n): only the lines whose id falls into part i of n, the same part in every process.
+      refused: number of lines that could not be answered.
     """
 
     chat: ChatTemplate
     engine: Engine
-    sampling: SamplingOptions
-    max_new_tokens: int
-    stop_ids: frozenset[int]
-    on_refused: Callable[[int, str], None]
+    options: AnswerOptions
+    eos_ids: frozenset[int]
+    on_refused: Callable[[int, str, bytes], None]
+    is_done: Callable[[int, int], bool] = lambda line, sample: False
+    shard: tuple[int, int] = (0, 1)
     refused: int = 0
 
-    def jobs(self, lines: Iterable[bytes]) -> Iterator[Job]:
-        """The lines that can be answered; blank ones are skipped, bad ones reported, only ids remembered."""
-        ids: set[str] = set()
-        for line_number, line in enumerate(lines, start=1):
+    def jobs(self, lines: Iterable[tuple[int, bytes]]) -> Iterator[Job]:
+        """The answers to be given; blank lines are skipped, bad ones reported, ids remembered compactly.
+
+        Args:
+          lines: (number from 1, line).
+        """
+        ids = IdSet()
+        for number, line in lines:
             if not line.strip():
                 continue
             try:
+                fields = None
                 fields = _parse(line)
-                request = self._request(fields, default_id=f"line-{line_number}")
-                if request.id in ids:
-                    raise _Refused(f"a second line with the id {request.id!r}")
-                self.engine.check(request)
+                if not self._is_mine(number, fields):
+                    continue
+                jobs = self._jobs(number, fields, ids)
             except (_Refused, InputError) as error:
+                # A line without a readable id goes by its number, as a good line without an id does.
+                if fields is None and not self._is_mine(number, {}):
+                    continue
                 self.refused += 1
-                reason = (
-                    f"{error.given}; expected {error.expected}"
-                    if isinstance(error, InputError)
-                    else str(error)
-                )
-                self.on_refused(line_number, reason)
+                given = isinstance(error, InputError)
+                reason = f"{error.given}; expected {error.expected}" if given else str(error)
+                self.on_refused(number, reason, line)
             else:
-                yield Job(number=len(ids), domain=fields.get("domain"), request=request)
-                ids.add(request.id)
+                yield from jobs
 
-    def _request(self, fields: Mapping[str, Any], default_id: str) -> Request:
-        request_id = fields.get("id", default_id)
+    def decode(self, tokens: list[int]) -> str:
+        """Tokens of an answer -> its text."""
+        return str(self.chat.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def _is_mine(self, number: int, fields: Mapping[str, Any]) -> bool:
+        # By id, so that two lines with one id meet in one shard. The low bits are the id set's.
+        part, parts = self.shard
+        return parts == 1 or (hash64(_id_of(number, fields)) >> 32) % parts == part
+
+    def _jobs(self, number: int, fields: Mapping[str, Any], ids: IdSet) -> list[Job]:
+        line_id = _id_of(number, fields)
         # From the id rather than the line number: answers stay the same when lines are added or reordered.
-        digest = hashlib.sha256(f"{self.sampling.seed}:{request_id}".encode()).digest()
-        own = {key: fields[key] for key in SAMPLING_KEYS if key in fields}
-        return Request(
-            id=request_id,
-            prompt_tokens=self._prompt_tokens(fields),
-            max_new_tokens=fields.get("max_new_tokens", self.max_new_tokens),
-            stop_ids=self.stop_ids,
-            sampling=dataclasses.replace(self.sampling, **{"seed": int.from_bytes(digest[:4], "big")} | own),
+        digest = hashlib.sha256(f"{self.options.sampling.seed}:{line_id}".encode()).digest()
+        options = self.options.of_line(fields, line_seed=int.from_bytes(digest[:4], "big"))
+        if line_id in ids:
+            raise _Refused(f"a second line with the id {line_id!r}")
+        todo = [sample for sample in range(options.n) if not self.is_done(number, sample)]
+        prompt_tokens = self._prompt_tokens(fields) if todo else []
+        jobs = [self._job(number, line_id, fields, options, prompt_tokens, sample) for sample in todo]
+        if jobs:
+            self.engine.check(jobs[0].request)
+        ids.add(line_id)
+        return jobs
+
+    def _job(
+        self,
+        number: int,
+        line_id: str,
+        fields: Mapping[str, Any],
+        options: AnswerOptions,
+        prompt_tokens: list[int],
+        sample: int,
+    ) -> Job:
+        stream = TextStream(self.decode, options.stop) if options.stop else None
+        end_tokens = frozenset() if options.ignore_eos else self.eos_ids
+        return Job(
+            id=line_id,
+            line=number,
+            sample=sample,
+            domain=fields.get("domain"),
+            stream=stream,
+            request=Request(
+                id=line_id if options.n == 1 else f"{line_id}#{sample}",
+                prompt_tokens=list(prompt_tokens),
+                max_new_tokens=options.max_new_tokens,
+                min_new_tokens=options.min_new_tokens,
+                stop_ids=end_tokens | frozenset(options.stop_token_ids),
+                stop_check=stream and stream.push,
+                logprobs=options.logprobs,
+                sampling=dataclasses.replace(options.sampling, sample=sample),
+            ),
         )
 
     def _prompt_tokens(self, fields: Mapping[str, Any]) -> list[int]:
         prompt = [{"role": "user", "content": fields.get("prompt")}]
         return self.chat.render_prompt(fields.get("messages", prompt))
+
+    def record(self, job: Job) -> dict[str, Any]:
+        """The line of the output for a job that has ended."""
+        request = job.request
+        record: dict[str, Any] = {
+            "id": job.id,
+            "line": job.line,
+            "sample": job.sample,
+            "domain": job.domain,
+        }
+        if request.finish_reason is None:
+            return record | {"error": str(getattr(request, "error", None) or request.status.value)}
+        accepted = request.accepted_per_round
+        record |= {
+            "text": self._text(job),
+            "tokens": len(request.emitted),
+            "prompt_tokens": len(request.prompt_tokens),
+            "finish_reason": request.finish_reason.value,
+            "accepted_length": round(1 + sum(accepted) / len(accepted), 4) if accepted else None,
+            "rounds": len(accepted),
+        }
+        if request.logprobs is not None:
+            record["logprobs"] = [
+                {
+                    "token": token,
+                    "logprob": round(of_token.logprob, LOGPROB_DIGITS),
+                    "top": [[other, round(logprob, LOGPROB_DIGITS)] for other, logprob in of_token.top],
+                }
+                for token, of_token in zip(request.emitted, request.emitted_logprobs, strict=True)
+            ]
+        return record
+
+    def _text(self, job: Job) -> str:
+        """The answer up to where it was stopped, without what stopped it."""
+        if job.stream is not None and job.stream.stopped:
+            return job.stream.text
+        tokens = job.request.emitted
+        ended_by_token = job.request.finish_reason is FinishReason.STOP
+        return self.decode(tokens[:-1] if ended_by_token else tokens)
+
+
+def _id_of(number: int, fields: Mapping[str, Any]) -> str:
+    return fields.get("id", f"line-{number}")
 
 
 def _parse(line: bytes) -> dict[str, Any]:
@@ -137,11 +227,13 @@ def _parse(line: bytes) -> dict[str, Any]:
 def _check_types(what: str, fields: Any, keys: Mapping[str, tuple[tuple[type, ...], str]]) -> None:
     if not isinstance(fields, dict):
         raise _Refused(f"{what} is not a JSON object")
+    if refused := sorted(set(fields) & set(UNSUPPORTED)):
+        raise _Refused("; ".join(f"{name} is not supported: {UNSUPPORTED[name]}" for name in refused))
     if unknown := sorted(set(fields) - set(keys)):
         raise _Refused(f"unknown keys {', '.join(unknown)} in {what}; known are {', '.join(keys)}")
     for key, value in fields.items():
         types, name = keys[key]
-        if not isinstance(value, types) or isinstance(value, bool):
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             raise _Refused(f"{key} is {json.dumps(value)[:80]}; expected {name}")
 
 

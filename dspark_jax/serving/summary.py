@@ -1,18 +1,42 @@
-"""What a batch job did: counted while it runs, printed at its end."""
+"""What a batch job did: counted while it runs, in constant memory."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+import math
 
 import numpy as np
 
-from dspark_jax.engine.requests import Request
+from dspark_jax.engine.requests import FinishReason, Request
 from dspark_jax.speculation.acceptance import PositionStatistics, position_statistics
+
+
+class Latencies:
+    """Times in seconds, counted in bins of 2 %: quantiles are right to 1 %."""
+
+    _LOG_STEP = math.log(1.02)
+
+    def __init__(self):
+        self._bins: collections.Counter[int] = collections.Counter()
+
+    def add(self, latency_s: float, times: int = 1) -> None:
+        """Counts a time."""
+        self._bins[round(math.log(max(latency_s, 1e-9)) / self._LOG_STEP)] += times
+
+    def quantile_s(self, share: float) -> float | None:
+        """The time that `share` of all are at most; None where there are none."""
+        wanted, seen = share * self._bins.total(), 0
+        for number, times in sorted(self._bins.items()):
+            seen += times
+            if seen >= wanted:
+                return math.exp(number * self._LOG_STEP)
+        return None
 
 
 class Tally:
     """Answers, tokens and rounds of one kind of prompt, or of all.
+
+    Another thread may read the properties: counters are copied before they are walked through.
 
     Attributes:
       answers: finished requests.
@@ -34,74 +58,62 @@ class Tally:
     @property
     def accepted_length(self) -> float:
         """Mean tokens committed per round, the target's own included; NaN without a round."""
-        accepted = sum(accepted * times for (accepted, _), times in self.rounds.items())
-        return 1 + accepted / self.rounds.total() if self.rounds else float("nan")
+        return 1 + self.accepted / self.rounds.total() if self.rounds else float("nan")
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens that were accepted."""
+        return sum(accepted * times for (accepted, _), times in list(self.rounds.items()))
+
+    @property
+    def verified(self) -> int:
+        """Draft tokens that the target scored."""
+        return sum(verified * times for (_, verified), times in list(self.rounds.items()))
+
+    @property
+    def speculative_rounds(self) -> int:
+        """Rounds in which at least one draft token was verified; the others were plain decoding."""
+        return sum(times for (_, verified), times in list(self.rounds.items()) if verified)
 
     def positions(self, block_len: int) -> PositionStatistics:
         """Acceptance at each draft position."""
-        pairs_np = np.array(list(self.rounds), np.int32).reshape(-1, 2)
-        accepted_np, verified_np = np.repeat(pairs_np, list(self.rounds.values()), axis=0).T
-        return position_statistics(accepted_np, verified_np, block_len)
+        accepted_np, verified_np = np.array(list(self.rounds), np.int32).reshape(-1, 2).T
+        return position_statistics(accepted_np, verified_np, block_len, np.array(list(self.rounds.values())))
 
 
 class Summary:
-    """The tallies of a job: of all its answers, and of each domain that its lines name."""
+    """The tallies of a job: of all its answers, and of each domain that its lines name.
+
+    Attributes:
+      all: of all answers.
+      by_domain: of each domain.
+      failed: requests that the engine gave up.
+      in_flight: requests that it is working on.
+      budgets: how often each number of target rows was verified in one step, over all requests in it.
+      first_token_s: from submission to the first token.
+      between_tokens_s: per token after the first, a round's tokens sharing the wait for them.
+    """
 
     def __init__(self):
         self.all = Tally()
         self.by_domain: dict[str, Tally] = collections.defaultdict(Tally)
+        self.failed = 0
+        self.in_flight = 0
+        self.budgets: collections.Counter[int] = collections.Counter()
+        self.first_token_s = Latencies()
+        self.between_tokens_s = Latencies()
 
     def add(self, request: Request, domain: str | None) -> None:
-        """Counts a finished request."""
+        """Counts a request that has ended."""
+        if not isinstance(request.finish_reason, FinishReason):
+            self.failed += 1
+            return
         self.all.add(request)
         if domain is not None:
             self.by_domain[domain].add(request)
 
-    def report(
-        self, *, block_len: int, refused: int, load_s: float, compile_s: float, decode_s: float
-    ) -> str:
-        """The summary as text.
-
-        Args:
-          block_len: G, draft tokens per round; 0 without a drafter.
-          refused: lines that could not be answered.
-          load_s: seconds of loading the models.
-          compile_s: seconds of compiling programs.
-          decode_s: seconds of everything else.
-        """
-        facts = {
-            "requests": f"{self.all.answers} answered, {refused} refused",
-            "tokens": f"{self.all.tokens}",
-            "seconds": f"{decode_s:.2f}, after {load_s:.1f} to load and {compile_s:.1f} to compile",
-            "tokens/s": f"{self.all.tokens / decode_s:.1f}",
-            "accepted length": f"{self.all.accepted_length:.2f} in {self.all.rounds.total()} rounds",
-        }
-        sections = ["".join(f"{name:17s}{value}\n" for name, value in facts.items())]
-        groups = {"all": self.all, **dict(sorted(self.by_domain.items()))}
-        if self.by_domain:
-            counts = [
-                [name, f"{tally.answers}", f"{tally.tokens}", f"{tally.accepted_length:.2f}"]
-                for name, tally in groups.items()
-            ]
-            sections.append(_table(["domain", "requests", "tokens", "accepted length"], counts))
-        if block_len and self.all.rounds:
-            positions = {name: tally.positions(block_len) for name, tally in groups.items()}
-            header = [f"{k}" for k in range(1, block_len + 1)]
-            survival = [[name, *_rates(p.survival_np)] for name, p in positions.items()]
-            conditional = [[name, *_rates(p.conditional_np)] for name, p in positions.items()]
-            sections.append(_table(["accepted up to position", *header], survival))
-            sections.append(_table(["accepted, if all before", *header], conditional))
-        return "\n".join(sections)
-
-
-def _rates(rates_np: np.ndarray) -> list[str]:
-    return ["-" if np.isnan(rate) else f"{rate:.3f}" for rate in rates_np]
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: names to the left, figures to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return "".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) + "\n"
-        for row in (header, *rows)
-    )
+    @property
+    def mean_budget(self) -> float:
+        """Target rows verified per step; 0 without a step."""
+        rows = sum(rows * steps for rows, steps in list(self.budgets.items()))
+        return rows / self.budgets.total() if self.budgets else 0.0

@@ -47,7 +47,7 @@ class PositionStatistics:
 
 
 def position_statistics(
-    accepted_np: np.ndarray, verified_np: np.ndarray, block_len: int
+    accepted_np: np.ndarray, verified_np: np.ndarray, block_len: int, times_np: np.ndarray | None = None
 ) -> PositionStatistics:
     """Acceptance per position from recorded rounds.
 
@@ -55,6 +55,7 @@ def position_statistics(
       accepted_np: int [rounds], draft tokens accepted.
       verified_np: int [rounds], draft tokens verified; 0 for a round of plain decoding.
       block_len: G.
+      times_np: int [rounds], how often each of them occurred; once by default.
 
     Raises:
       InputError: unless 0 <= accepted <= verified <= block_len in every round.
@@ -72,7 +73,8 @@ def position_statistics(
     reached = verified_np[:, None] >= positions_G
     passed = accepted_np[:, None] >= positions_G
     tried = reached & (accepted_np[:, None] >= positions_G - 1)
-    passed_rounds, reached_rounds, tried_rounds = passed.sum(0), reached.sum(0), tried.sum(0)
+    times_np = np.ones(len(accepted_np), np.int64) if times_np is None else np.asarray(times_np, np.int64)
+    passed_rounds, reached_rounds, tried_rounds = times_np @ passed, times_np @ reached, times_np @ tried
     return PositionStatistics(
         survival_np=_rate(passed_rounds, reached_rounds),
         survival_rounds_np=reached_rounds,

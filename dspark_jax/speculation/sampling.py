@@ -15,6 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+MAX_STOP_IDS = 16
+"""Stop tokens that can be forbidden for a request."""
+
 
 class Draw(enum.IntEnum):
     """What the rows of a compiled program may ask for: each includes those before it, and costs more."""
@@ -22,6 +25,10 @@ class Draw(enum.IntEnum):
     GREEDY = 0
     TEMPERATURE = 1
     FILTERED = 2
+    MASKED = 3
+    """Stop tokens are forbidden before some position."""
+    LOGPROBS = 4
+    """The target's log-probabilities are reported (`speculation/logprobs.py`)."""
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -36,10 +43,33 @@ class SamplingParams:
     """Keep the most probable tokens whose mass first reaches this share; 1 keeps all."""
     min_p_B: Array
     """Keep tokens at least this probable relative to the most probable one; 0 keeps all."""
+    stop_ids_BJ: Array
+    """Target ids that may not be drawn early (int32), -1 where there are fewer; read by `Draw.MASKED` on."""
+    stop_from_B: Array
+    """The first position at which they may stand (int32); 0 forbids nothing."""
+
+    @classmethod
+    def greedy(cls, num_rows: int) -> SamplingParams:
+        """Greedy rows with every filter off; `replace` makes others of them."""
+        return cls(
+            temperature_B=jnp.zeros(num_rows),
+            top_k_B=jnp.zeros(num_rows, jnp.int32),
+            top_p_B=jnp.ones(num_rows),
+            min_p_B=jnp.zeros(num_rows),
+            stop_ids_BJ=jnp.full((num_rows, MAX_STOP_IDS), -1, jnp.int32),
+            stop_from_B=jnp.zeros(num_rows, jnp.int32),
+        )
 
 
-def distribution(logits: Array, sampling: SamplingParams, *, draw: Draw) -> Array:
-    """Probabilities that a token is drawn from: temperature first, then top-k, top-p and min-p.
+def distribution(
+    logits: Array,
+    sampling: SamplingParams,
+    *,
+    draw: Draw,
+    positions: Array | None = None,
+    draft_to_target_V: Array | None = None,
+) -> Array:
+    """Probabilities that a token is drawn from: forbidden tokens, temperature, then top-k, top-p and min-p.
 
     top-p counts the mass that top-k has left. Each filter is a threshold on probability, so tokens of equal
     probability stay or go together and the result does not depend on how the vocabulary is ordered.
@@ -49,6 +79,10 @@ def distribution(logits: Array, sampling: SamplingParams, *, draw: Draw) -> Arra
         axes between B and V.
       sampling: parameters [B].
       draw: static; the most that any row asks for. What lies beyond it is not computed.
+      positions: int32 [B, ...], where in its sequence the token of each row will stand. Needed from
+        `Draw.MASKED` on, and by position rather than by round: a block may begin before `stop_from_B` and end
+        behind it.
+      draft_to_target_V: int32 [Vd], the target id of each column; None if they are the same.
 
     Returns:
       float32 probabilities of the shape of `logits`. Greedy rows are exactly one-hot at the argmax (the
@@ -60,6 +94,12 @@ def distribution(logits: Array, sampling: SamplingParams, *, draw: Draw) -> Arra
         return option_B.reshape(option_B.shape + (1,) * (logits.ndim - option_B.ndim))
 
     logits = logits.astype(jnp.float32)
+    if draw >= Draw.MASKED:
+        assert positions is not None, "whether a stop token is forbidden depends on where it would stand"
+        stop_BV = _stop_columns(sampling, logits.shape[-1], draft_to_target_V)
+        early = (positions < per_row(sampling.stop_from_B)[..., 0])[..., None]
+        stop = stop_BV.reshape(stop_BV.shape[:1] + (1,) * (logits.ndim - 2) + stop_BV.shape[1:])
+        logits = jnp.where(early & stop, -jnp.inf, logits)
     one_hot = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
     if draw == Draw.GREEDY:
         return one_hot
@@ -68,13 +108,19 @@ def distribution(logits: Array, sampling: SamplingParams, *, draw: Draw) -> Arra
     # Relative to the best token first: a tiny temperature then sends the others to 0, and nothing to NaN.
     below_best = logits - jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(below_best / jnp.where(greedy, 1.0, temperature))
-    if draw == Draw.FILTERED:
+    if draw >= Draw.FILTERED:
         threshold = _filter_threshold(
             weights, per_row(sampling.top_k_B), per_row(sampling.top_p_B), per_row(sampling.min_p_B)
         )
         weights = jnp.where(weights >= threshold, weights, 0.0)
     probs = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return jnp.where(greedy, one_hot, probs)
+
+
+def _stop_columns(sampling: SamplingParams, num_columns: int, draft_to_target_V: Array | None) -> Array:
+    """bool [B, V]: which columns are stop tokens of each request."""
+    target_ids_V = jnp.arange(num_columns) if draft_to_target_V is None else draft_to_target_V
+    return jnp.any(sampling.stop_ids_BJ[:, :, None] == target_ids_V, axis=1)
 
 
 def sample(keys_B: Array, probs_BV: Array) -> Array:

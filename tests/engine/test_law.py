@@ -63,7 +63,7 @@ def draw_two_tokens(toy, name: str, policy) -> np.ndarray:
     state = state.replace(
         anchors_B=jnp.full(slots, FIRST, jnp.int32),
         keys_B=jax.vmap(request_key)(jnp.arange(slots)),
-        sampling=SamplingParams(
+        sampling=SamplingParams.greedy(slots).replace(
             temperature_B=for_every_draw(1.0, "temperature"),
             top_k_B=for_every_draw(0, "top_k"),
             top_p_B=for_every_draw(1.0, "top_p"),

@@ -10,7 +10,9 @@ import pytest
 from dspark_jax.engine.engine import EngineConfig
 from dspark_jax.engine.load import SHIPPED
 from dspark_jax.engine.requests import SamplingOptions
+from dspark_jax.serving.options import AnswerOptions
 from dspark_jax.serving.records import JobReader
+from dspark_jax.speculation.sampling import Draw
 
 
 @pytest.fixture
@@ -20,18 +22,21 @@ def read(server):
         target="smollm2-135m", drafter=SHIPPED, config=EngineConfig(slots=2, max_context=96)
     )
 
-    def run(*lines, **defaults):
+    def run(*lines, settings=None, **defaults):
+        settings = settings or {}
         refused = []
         reader = JobReader(
             chat=loaded.chat,
             engine=loaded.engine,
-            sampling=SamplingOptions(**{"temperature": 0.5, "top_k": 9} | defaults),
-            max_new_tokens=8,
-            stop_ids=frozenset({2}),
-            on_refused=lambda *refusal: refused.append(refusal),
+            options=AnswerOptions(
+                sampling=SamplingOptions(**{"temperature": 0.5, "top_k": 9} | defaults), max_new_tokens=8
+            ),
+            eos_ids=frozenset({2}),
+            on_refused=lambda number, reason, line: refused.append((number, reason)),
+            **settings,
         )
         encoded = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
-        jobs = list(reader.jobs(line + b"\n" for line in encoded))
+        jobs = list(reader.jobs(enumerate((line + b"\n" for line in encoded), start=1)))
         assert reader.refused == len(refused)
         return jobs, refused
 
@@ -43,7 +48,7 @@ def test_a_line_that_says_nothing_else_gets_the_defaults(read, server):
 
     request = job.request
     assert refused == []
-    assert (job.number, job.domain, request.id) == (0, None, "line-1")
+    assert (job.line, job.sample, job.domain, request.id) == (1, 0, None, "line-1")
     rendered = server.target.tokenizer.decode(request.prompt_tokens)
     assert rendered == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert (request.max_new_tokens, request.stop_ids) == (8, frozenset({2}))
@@ -56,6 +61,53 @@ def test_a_line_has_the_last_word(read):
 
     assert job.request.sampling == SamplingOptions(**own)
     assert (job.domain, job.request.id, job.request.max_new_tokens) == ("math", "a", 2)
+
+
+def test_options_of_a_line(read):
+    own = {"min_new_tokens": 3, "stop": "END", "stop_token_ids": [7], "ignore_eos": True, "logprobs": 2}
+    (job, greedy), _ = read({"prompt": "Hi", **own}, {"prompt": "Hi", "stop": ["a", "b"], "temperature": 0})
+
+    request = job.request
+    assert (request.min_new_tokens, request.logprobs, request.stop_ids) == (3, 2, frozenset({7}))
+    assert request.draw == Draw.LOGPROBS and greedy.request.draw == Draw.GREEDY
+    assert greedy.request.stop_ids == {2}
+    assert [greedy.request.stop_check(token) for token in (67, 68)] == [True, True]  # the bytes a and b
+
+
+def test_samples(read):
+    jobs, _ = read({"id": "a", "prompt": "Hi", "n": 3}, {"id": "b", "prompt": "Hi"})
+
+    assert [(job.id, job.line, job.sample) for job in jobs] == [
+        ("a", 1, 0),
+        ("a", 1, 1),
+        ("a", 1, 2),
+        ("b", 2, 0),
+    ]
+    assert [job.request.id for job in jobs] == ["a#0", "a#1", "a#2", "b"]
+    assert [job.request.sampling.sample for job in jobs] == [0, 1, 2, 0]
+    assert len({job.request.sampling.seed for job in jobs[:3]}) == 1  # their keys differ by the sample
+
+
+def test_what_is_done_is_left_out(read):
+    done = {(1, 0), (1, 2), (2, 0)}
+    lines = [{"id": "a", "prompt": "Hi", "n": 3}, {"id": "b", "prompt": "Hi"}, {"id": "b", "prompt": "again"}]
+    jobs, refused = read(*lines, settings={"is_done": lambda *answer: answer in done})
+
+    assert [(job.id, job.sample) for job in jobs] == [("a", 1)]
+    assert refused == [(3, "a second line with the id 'b'")]  # also after a stop
+
+
+def test_shards_cover_every_line_once(read):
+    lines = [{"id": f"p{n % 30}", "prompt": "Hi"} for n in range(40)] + [b"{"] * 6
+    found, refusals = [], []
+    for part in range(3):
+        jobs, refused = read(*lines, settings={"shard": (part, 3)})
+        found += [job.line for job in jobs]
+        refusals += [number for number, _ in refused]
+        assert jobs
+
+    assert sorted(found) == list(range(1, 31))
+    assert sorted(refusals) == list(range(31, 47))  # the doubles too, each in one shard
 
 
 def test_messages(read, server):
@@ -94,7 +146,7 @@ def test_unicode(read, server):
         b"\xef\xbb\xbf" + json.dumps({"prompt": "byte order mark"}).encode(),
     )
 
-    assert refused == [] and marked.number == 2
+    assert refused == [] and marked.line == 3
     assert job.request.id == text
     assert text in server.target.tokenizer.decode(job.request.prompt_tokens)
     assert escaped.request.prompt_tokens == job.request.prompt_tokens
@@ -108,7 +160,29 @@ BAD_LINES = {
     "NaN": (b'{"prompt": "Hi", "temperature": NaN}', "NaN is not a JSON number"),
     "list": (["Hi"], "the line is not a JSON object"),
     "text": ("Hi", "the line is not a JSON object"),
-    "unknown": ({"prompt": "Hi", "temprature": 1, "n": 2}, "unknown keys n, temprature in the line"),
+    "unknown": ({"prompt": "Hi", "temprature": 1, "best_of": 2}, "unknown keys best_of, temprature in the"),
+    **{
+        f"{kind}_penalty": ({"prompt": "Hi", f"{kind}_penalty": 1.1}, f"{kind}_penalty is not supported: it")
+        for kind in ("repetition", "presence", "frequency")
+    },
+    "logit_bias": ({"prompt": "Hi", "logit_bias": {"5": 1}}, "logit_bias is not supported: neither"),
+    "greedy samples": ({"prompt": "Hi", "n": 2, "temperature": 0}, "n=2 answers at temperature 0"),
+    "no samples": ({"prompt": "Hi", "n": 0}, "n=0; expected 1 to"),
+    "stop": ({"prompt": "Hi", "stop": 3}, "stop is 3; expected a string or a list of strings"),
+    "stops": ({"prompt": "Hi", "stop": ["a", 3]}, "stop holds '3'; expected a string or a list of strings"),
+    "empty stop": ({"prompt": "Hi", "stop": ""}, "an empty stop string"),
+    "stop id": (
+        {"prompt": "Hi", "stop_token_ids": ["a"]},
+        "stop_token_ids holds 'a'; expected a list of int",
+    ),
+    "no such stop id": ({"prompt": "Hi", "stop_token_ids": [259]}, "a stop id outside the vocabulary"),
+    "short": ({"prompt": "Hi", "min_new_tokens": 9}, "min_new_tokens=9; expected 0 to max_new_tokens=8"),
+    "many stop ids": (
+        {"prompt": "Hi", "min_new_tokens": 1, "stop_token_ids": list(range(20))},
+        "at most 16 stop ids beside min_new_tokens",
+    ),
+    "eos": ({"prompt": "Hi", "ignore_eos": 1}, "ignore_eos is 1; expected true or false"),
+    "logprobs": ({"prompt": "Hi", "logprobs": 21}, "logprobs=21; expected 0 to 20 alternatives"),
     "nothing": ({"id": "a"}, "neither prompt nor messages"),
     "both": ({"prompt": "Hi", "messages": []}, "both prompt and messages"),
     "empty": ({"prompt": ""}, "an empty prompt"),
@@ -145,7 +219,7 @@ def test_a_bad_line_is_refused_and_the_others_are_not(read, name):
 
     jobs, refused = read({"id": "before", "prompt": "Hi"}, b"", line, {"id": "after", "prompt": "Hi"})
 
-    assert [(job.number, job.request.id) for job in jobs] == [(0, "before"), (1, "after")]
+    assert [(job.line, job.request.id) for job in jobs] == [(1, "before"), (4, "after")]
     ((line_number, given),) = refused
     assert line_number == 3
     assert reason in given or re.search(reason, given), given

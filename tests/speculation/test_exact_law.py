@@ -60,7 +60,7 @@ jitted_distribution = functools.partial(jax.jit, static_argnames="draw")(distrib
 def law_of(logits_V: np.ndarray, option: Option) -> np.ndarray:
     """The float32 law that the engine would use, widened."""
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | option
-    sampling = SamplingParams(
+    sampling = SamplingParams.greedy(1).replace(
         **{f"{name}_B": np.array([value], np.float32) for name, value in values.items()}
     )
     return np.asarray(jitted_distribution(logits_V[None], sampling, draw=Draw.FILTERED)[0], np.float64)

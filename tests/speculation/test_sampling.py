@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark_jax.speculation.sampling import Draw, SamplingParams, distribution, sample
+from dspark_jax.speculation.sampling import MAX_STOP_IDS, Draw, SamplingParams, distribution, sample
 from dspark_jax.testing.reference import reference_distribution
 from dspark_jax.testing.statistics import chi_square_p_value
 
@@ -30,7 +30,7 @@ OPTIONS = st.tuples(
 
 def params(rows: list[Options]) -> SamplingParams:
     temperature, top_k, top_p, min_p = zip(*rows, strict=True)
-    return SamplingParams(
+    return SamplingParams.greedy(len(rows)).replace(
         temperature_B=jnp.asarray(temperature, jnp.float32),
         top_k_B=jnp.asarray(top_k, jnp.int32),
         top_p_B=jnp.asarray(top_p, jnp.float32),
@@ -79,7 +79,7 @@ def test_greedy_rows_in_a_mixed_batch_are_the_argmax(rows: list[Options], seed: 
     rows = [(0.0, *rows[0][1:]), *rows[1:]]
     logits_BTV = np.random.default_rng(seed).integers(-3, 3, size=(4, 2, V)).astype(np.float32)
     for draw in Draw:
-        probs_BTV = np.asarray(jitted(logits_BTV, params(rows), draw=draw))
+        probs_BTV = np.asarray(jitted(logits_BTV, params(rows), draw=draw, positions=np.zeros((4, 2), int)))
         assert np.isfinite(probs_BTV).all()
         np.testing.assert_array_equal(probs_BTV[0], np.eye(V)[np.argmax(logits_BTV[0], axis=-1)])
 
@@ -162,3 +162,56 @@ def test_sample_follows_the_law():
     counts_V = np.bincount(ids, minlength=V)
     assert chi_square_p_value(counts_V, probs_V) > 1e-4
     assert chi_square_p_value(counts_V, np.roll(probs_V, 1)) < 1e-4
+
+
+class TestStopTokens:
+    """What cannot be drawn before min_new_tokens."""
+
+    positions_BT = jnp.asarray([[4, 5, 6], [4, 5, 6], [9, 10, 11]])
+    logits_BTV = np.random.default_rng(3).normal(size=(3, 3, V)).astype(np.float32) * 2
+
+    @staticmethod
+    def masked(options: Options = (0.9, 5, 0.9, 0.01)) -> SamplingParams:
+        """Row 0 forbids tokens 2 and 7 before position 6, row 1 nothing, row 2 token 3 before 10."""
+        ids = np.full((3, MAX_STOP_IDS), -1, np.int32)
+        ids[0, :2], ids[1, 0], ids[2, 0] = (2, 7), 5, 3
+        return params([options] * 3).replace(
+            stop_ids_BJ=jnp.asarray(ids), stop_from_B=jnp.asarray([6, 0, 10], jnp.int32)
+        )
+
+    @pytest.mark.parametrize(
+        "options", [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.9, 5, 0.9, 0.01)], ids=str
+    )
+    def test_they_are_out_before_temperature_and_filters(self, options):
+        probs_BTV = jitted(
+            self.logits_BTV, self.masked(options), draw=Draw.MASKED, positions=self.positions_BT
+        )
+        forbidden_BTV = np.zeros((3, 3, V), bool)
+        forbidden_BTV[0, :2, [2, 7]] = True
+        forbidden_BTV[2, 0, 3] = True
+        for place in np.ndindex(3, 3):
+            logits_V = np.where(forbidden_BTV[place], -np.inf, self.logits_BTV[place])
+            np.testing.assert_allclose(probs_BTV[place], reference(logits_V, options), atol=2e-6)
+            assert (np.asarray(probs_BTV[place])[forbidden_BTV[place]] == 0).all()
+
+    def test_columns_of_a_reduced_vocabulary(self):
+        draft_to_target_V = jnp.asarray([1, 7, 3, 5, 2])
+        columns = np.asarray(draft_to_target_V)
+        masked = self.masked((1.0, 0, 1.0, 0.0))
+        probs_BTV = jitted(
+            self.logits_BTV[..., columns],
+            masked,
+            draw=Draw.MASKED,
+            positions=self.positions_BT,
+            draft_to_target_V=draft_to_target_V,
+        )
+        assert [np.flatnonzero(probs_BTV[0, t] == 0).tolist() for t in range(3)] == [[1, 4], [1, 4], []]
+        assert [np.flatnonzero(probs_BTV[2, t] == 0).tolist() for t in range(3)] == [[2], [], []]
+        assert (probs_BTV[1] > 0).all()
+
+    def test_a_request_without_them_is_as_before(self):
+        options = [(0.7, 4, 0.9, 0.0)] * 3
+        np.testing.assert_array_equal(
+            jitted(self.logits_BTV, params(options), draw=Draw.MASKED, positions=self.positions_BT),
+            jitted(self.logits_BTV, params(options), draw=Draw.FILTERED),
+        )
