@@ -19,9 +19,9 @@ T = 32
 
 def step_bytes(anchors: int, block_chunk: int) -> int:
     """Peak of a step with the target online: arguments, results and temporaries."""
-    target = tiny_target(vocab_size=1024)
-    tiny = tiny_drafter(target, block_len=4, head=Markov(rank=4))
-    optimizer = optax.adam(1e-3)
+    target = tiny_target(vocab_size=1024, num_hidden_layers=1)
+    tiny = tiny_drafter(target, taps=(0,), num_layers=1, block_len=4, head=Markov(rank=4))
+    optimizer = optax.sgd(1e-3)
     state = TrainState(jnp.zeros((), jnp.int32), tiny.params, optimizer.init(tiny.params))
     shape = jax.ShapeDtypeStruct
     batch = TrainBatch(
