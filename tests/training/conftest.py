@@ -10,35 +10,18 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from flax import traverse_util
-from safetensors.numpy import save_file
 
-from dspark_jax.checkpoints.hf_names import hf_tensor_map
 from dspark_jax.core.sharding import make_mesh
 from dspark_jax.data.pipeline import DataConfig
 from dspark_jax.data.sources import is_held_out
 from dspark_jax.drafters.config import Markov
-from dspark_jax.testing.tiny import TinyTarget, tiny_target
-from dspark_jax.testing.tokenizer import tiny_tokenizer
+from dspark_jax.testing.directory import save_tiny_target
+from dspark_jax.testing.tiny import tiny_target
 from dspark_jax.training import loop
 from dspark_jax.training.config import LossConfig, MeshConfig, TrainConfig
 from dspark_jax.training.recipes import DSparkRecipe
 
 VOCAB_SIZE, MASK_TOKEN = 40, 39
-
-
-def save_target(target: TinyTarget, directory: Path) -> Path:
-    """Writes a target as a Hugging Face directory."""
-    flat = traverse_util.flatten_dict(target.params)
-    tensors = {}
-    for name, slot in hf_tensor_map(target.config).items():
-        array_np = np.asarray(flat[slot.path])
-        tensors[name] = np.ascontiguousarray(array_np.T if slot.transpose else array_np)
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(target.hf_config))
-    tiny_tokenizer().save_pretrained(directory)
-    return directory
 
 
 def save_responses(path: Path, *, seed: int, count: int, max_response: int = 26) -> Path:
@@ -66,7 +49,7 @@ def target_directory(tmp_path_factory) -> Path:
     """A tiny Llama with its own LM head, on disk."""
     fields = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, "tie_word_embeddings": False}
     target = tiny_target(seed=14, **fields, pad_token_id=0, eos_token_id=2)
-    return save_target(target, tmp_path_factory.mktemp("target"))
+    return save_tiny_target(target, tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="session")
