@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from dspark_jax.core.errors import InputError
+from dspark_jax.core.errors import InputError, require
 from dspark_jax.drafters.config import (
     RNN,
     Confidence,
@@ -23,6 +24,7 @@ from dspark_jax.drafters.config import (
     SequentialHead,
 )
 from dspark_jax.drafters.contract import DrafterDimensions
+from dspark_jax.drafters.heads import HEADS, MarkovHead
 from dspark_jax.drafters.registry import DrafterConfig
 from dspark_jax.targets.config import DecoderConfig
 from dspark_jax.targets.families import decoder_config_from_hf
@@ -66,6 +68,7 @@ class DrafterFormat:
 
 
 HEAD_TYPES: dict[str, type] = {"vanilla": Markov, "gated": Gated, "rnn": RNN}
+SHIPPED_HEADS = frozenset(HEAD_TYPES)
 
 
 def _read_dspark(hf: Fields, layers: DecoderConfig, shared: dict[str, Any]) -> DSparkConfig:
@@ -110,22 +113,23 @@ def _write_dspark(config: DSparkConfig) -> dict[str, Any]:
     }
 
 
+_DSPARK_NAMES = {
+    "fc/kernel": "fc.weight",
+    "hidden_norm/scale": "hidden_norm.weight",
+    "final_norm/scale": "norm.weight",
+    "head/w1": "markov_head.markov_w1.weight",
+    "head/w2": "markov_head.markov_w2.weight",
+    "head/gate_kernel": "markov_head.gate_proj.weight",
+    "head/gate_bias": "markov_head.gate_proj.bias",
+    "head/joint_kernel": "markov_head.joint_proj.weight",
+    "head/joint_bias": "markov_head.joint_proj.bias",
+    "confidence/kernel": "confidence_head.proj.weight",
+    "confidence/bias": "confidence_head.proj.bias",
+}
 DSPARK = DrafterFormat(
     config=DSparkConfig,
     suffix="DSparkModel",
-    names={
-        "fc/kernel": "fc.weight",
-        "hidden_norm/scale": "hidden_norm.weight",
-        "final_norm/scale": "norm.weight",
-        "head/w1": "markov_head.markov_w1.weight",
-        "head/w2": "markov_head.markov_w2.weight",
-        "head/gate_kernel": "markov_head.gate_proj.weight",
-        "head/gate_bias": "markov_head.gate_proj.bias",
-        "head/joint_kernel": "markov_head.joint_proj.weight",
-        "head/joint_bias": "markov_head.joint_proj.bias",
-        "confidence/kernel": "confidence_head.proj.weight",
-        "confidence/bias": "confidence_head.proj.bias",
-    },
+    names=_DSPARK_NAMES,
     fields=frozenset(
         "block_size mask_token_id num_anchors markov_rank markov_head_type enable_confidence_head"
         f" confidence_head_with_markov dflash_config {LAYOUT}".split()
@@ -133,6 +137,36 @@ DSPARK = DrafterFormat(
     read=_read_dspark,
     write=_write_dspark,
 )
+
+
+def register_head(
+    name: str,
+    config: type[Markov],
+    module: type[MarkovHead],
+    tensors: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Makes a sequential head of your own known, to drafters and to their checkpoints (docs/tutorial.md).
+
+    Processes that read such a checkpoint have to register its head first, too.
+
+    Args:
+      name: `markov_head_type` in config.json.
+      config: its configuration; `rank` is the rank of W1 and W2.
+      module: its network.
+      tensors: parameters beyond W1 and W2 -> names in files. Kernels are written transposed.
+
+    Raises:
+      InputError: the name is one of the heads of DeepSpec.
+    """
+    require(
+        name not in SHIPPED_HEADS,
+        given=f"a head named {name!r}",
+        expected=f"a name other than {sorted(SHIPPED_HEADS)}",
+        fix="choose another name: checkpoints of others use this one",
+    )
+    HEADS[config] = module
+    HEAD_TYPES[name] = config
+    _DSPARK_NAMES.update({f"head/{parameter}": f"markov_head.{file}" for parameter, file in tensors.items()})
 
 
 def _read_eagle3(hf: Fields, layers: DecoderConfig, shared: dict[str, Any]) -> Eagle3Config:

@@ -56,6 +56,8 @@ def _kind(content: Any) -> str | None:
         return content["kind"]
     if "round_ms" in content:
         return "speed"
+    if content.get("rows") and "scheduler" in content["rows"][0]:
+        return "load"
     if "temperatures" in content and "evidence" in content:
         return "calibration"
     return "evaluation" if "results" in content and "block_len" in content else None

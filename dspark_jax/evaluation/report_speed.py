@@ -12,12 +12,12 @@ LABELS = {
     "tokens_per_s": "tokens/s",
     "tokens_per_s_per_request": "tokens/s of one request",
     "arrivals_per_s": "arrivals per second",
-    "verified_per_round": "draft tokens verified",
+    "budget": "draft tokens verified in a round",
 }
 
 
 def speeds(results: Sequence[Result]) -> list[Section]:
-    """What `benchmarks/speed.py` and `benchmarks/round_latency.py` write."""
+    """What `benchmarks/speed.py` and `benchmarks/sequential_head.py` write."""
     names = list(dict.fromkeys(name for result in results for name in result["round_ms"]))
     table = Table(
         caption="A round taken apart, median milliseconds",
@@ -62,54 +62,54 @@ def speeds(results: Sequence[Result]) -> list[Section]:
 
 
 def loads(results: Sequence[Result]) -> list[Section]:
-    """Rows of {"policy", "concurrency" or "arrivals_per_s", "tokens_per_s", ...} from benchmarks of load."""
+    """Rows of `benchmarks/load.py` and `benchmarks/lag.py`."""
     return [_load(result) for result in results]
 
 
 def _load(result: Result) -> Section:
     rows = result["rows"]
     load = "concurrency" if "concurrency" in rows[0] else "arrivals_per_s"
-    columns = [name for name, value in rows[0].items() if name != "policy" and isinstance(value, int | float)]
+    columns = [name for name in rows[0] if name != "scheduler"]
     table = Table(
         caption="All measurements",
-        header=["policy", *(name.replace("_", " ") for name in columns)],
-        rows=[[row["policy"], *(_cell(row.get(name)) for name in columns)] for row in rows],
+        header=["scheduler", *(name.replace("_", " ") for name in columns)],
+        rows=[[row["scheduler"], *(_cell(row.get(name)) for name in columns)] for row in rows],
     )
     curves = [
         ("Throughput against load", load, "tokens_per_s"),
         ("Throughput against the speed of one request", "tokens_per_s_per_request", "tokens_per_s"),
-        ("Draft budget against load", load, "verified_per_round"),
+        ("Draft budget against load", load, "budget"),
     ]
     charts = [
         chart
         for title, x, y in curves
         if x in rows[0] and y in rows[0]
         for chart in chunked(
-            lambda policies, title=title, x=x, y=y: _curve(title, rows, policies, x, y),
-            list(dict.fromkeys(row["policy"] for row in rows)),
+            lambda schedulers, title=title, x=x, y=y: _curve(title, rows, schedulers, x, y),
+            list(dict.fromkeys(row["scheduler"] for row in rows)),
         )
     ]
     text = result.get("text", "Requests decoded at the same time, and what each of them gets.")
     return Section(title=f"Load: {result['name']}", text=text, tables=[table], charts=charts)
 
 
-def _curve(title: str, rows: Sequence[Result], policies: Sequence[str], x: str, y: str) -> Chart:
+def _curve(title: str, rows: Sequence[Result], schedulers: Sequence[str], x: str, y: str) -> Chart:
     labels = [LABELS.get(name, name.replace("_", " ")) for name in (x, y)]
     return Chart(
         title=title,
-        summary=f"{labels[1].capitalize()} against {labels[0]} for {joined(policies)}.",
+        summary=f"{labels[1].capitalize()} against {labels[0]} for {joined(schedulers)}.",
         x_label=labels[0],
         y_label=labels[1],
         series=tuple(
             Series(
-                name=policy,
+                name=scheduler,
                 points=tuple(
                     Point(x=row[x], y=row[y])
                     for row in rows
-                    if row["policy"] == policy and row.get(y) is not None
+                    if row["scheduler"] == scheduler and row.get(y) is not None
                 ),
             )
-            for policy in policies
+            for scheduler in schedulers
         ),
         from_zero=True,
     )

@@ -12,9 +12,7 @@ zero W2 a forgotten head. Nothing here compiles: shapes are traced, numbers are 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -23,9 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 from jax import Array
-from safetensors.numpy import save_file
 
-from dspark_jax.checkpoints.hf_names import hf_tensor_map
 from dspark_jax.drafters.config import (
     RNN,
     Confidence,
@@ -41,7 +37,6 @@ from dspark_jax.drafters.registry import DrafterConfig, make_drafter
 from dspark_jax.targets.config import DecoderConfig
 from dspark_jax.targets.decoder import Decoder, embedding_table, lm_head_kernel
 from dspark_jax.targets.families import decoder_config_from_hf
-from dspark_jax.testing.tokenizer import tiny_tokenizer
 
 TARGETS: dict[str, dict[str, Any]] = {
     "llama-gqa-tied": {},
@@ -178,20 +173,6 @@ def tiny_drafter(
     )
     shapes = jax.eval_shape(drafter.init, jax.random.key(0))
     return TinyDrafter(drafter=drafter, params=randomised(shapes, seed=seed), shared=shared)
-
-
-def save_target(target: TinyTarget, directory: Path) -> Path:
-    """Writes a target as a Hugging Face directory, with the byte tokenizer."""
-    flat = traverse_util.flatten_dict(target.params)
-    tensors = {}
-    for name, slot in hf_tensor_map(target.config).items():
-        array_np = np.asarray(flat[slot.path])
-        tensors[name] = np.ascontiguousarray(array_np.T if slot.transpose else array_np)
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(target.hf_config))
-    tiny_tokenizer().save_pretrained(directory)
-    return directory
 
 
 def randomised(shapes: Params, *, seed: int) -> Params:

@@ -105,16 +105,17 @@ def result_files(tmp_path_factory) -> list[Path]:
         },
         "speed": {**ABOUT, "round_ms": stages},
         "load": {
-            "kind": "load",
             **ABOUT,
             "rows": [
                 {
-                    "policy": policy,
+                    "scheduler": name,
                     "concurrency": n,
                     "tokens_per_s": 30.0 * n**power,
-                    "tokens_per_s_per_request": 30.0,
+                    "tokens_per_s_per_request": 30.0 * n ** (power - 1),
+                    "accepted_length": None if name == "plain" else 1.8,
+                    "budget": 3.0 / n,
                 }
-                for policy, power in (("plain", 0.8), ("fixed", 0.6))
+                for name, power in (("plain", 0.8), ("lagged", 0.6))
                 for n in (1, 4, 16)
             ],
         },

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from dspark_jax.checkpoints.drafter import save_drafter
-from dspark_jax.testing.tiny import save_target, tiny_drafter, tiny_target
+from dspark_jax.testing.directory import save_tiny_target
+from dspark_jax.testing.tiny import tiny_drafter, tiny_target
 
 NUM_PROMPTS, NUM_KILLS = 300, 10
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +28,7 @@ def flags(tmp_path) -> list[str]:
         vocab_size=259, num_hidden_layers=1, max_position_embeddings=256, tie_word_embeddings=False
     )
     draft = tiny_drafter(tiny, num_layers=1, taps=(0,), block_len=2)
-    save_target(tiny, tmp_path / "target")
+    save_tiny_target(tiny, tmp_path / "target")
     save_drafter(
         tmp_path / "drafter",
         drafter=draft.drafter,

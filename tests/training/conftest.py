@@ -15,7 +15,8 @@ from dspark_jax.core.sharding import make_mesh
 from dspark_jax.data.pipeline import DataConfig
 from dspark_jax.data.sources import is_held_out
 from dspark_jax.drafters.config import Markov
-from dspark_jax.testing.tiny import save_target, tiny_target
+from dspark_jax.testing.directory import save_tiny_target
+from dspark_jax.testing.tiny import tiny_target
 from dspark_jax.training import loop
 from dspark_jax.training.config import LossConfig, MeshConfig, TrainConfig
 from dspark_jax.training.recipes import DSparkRecipe
@@ -53,7 +54,7 @@ def target_directory(tmp_path_factory) -> Path:
     """A tiny Llama with its own LM head, on disk."""
     fields = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, "tie_word_embeddings": False}
     target = tiny_target(seed=14, **fields, pad_token_id=0, eos_token_id=2)
-    return save_target(target, tmp_path_factory.mktemp("target"))
+    return save_tiny_target(target, tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="session")
