@@ -121,8 +121,8 @@ def _row(case: Case, plan: dict[str, Any]) -> str:
         _gib(plan["total_bytes"]) if plan["fits"] else f"does not fit: {plan['refusal']}",
         ", ".join(map(_gib, sizes)),
         f"{plan['flops'] / 1e15:.1f}",
-        f"{bound}, {times[bound]:.1f} s",
-        f"{0.4 * plan['tokens'] / times[bound]:,.0f}",
+        f"{bound}, {times[bound]:.1f} s" if plan["fits"] else "",
+        f"{0.4 * plan['tokens'] / times[bound]:,.0f}" if plan["fits"] else "",
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -31,20 +31,4 @@ CONVERSATIONS: tuple[tuple[str, str], ...] = (
         " context: Instead of long lists of words, learn whole sentences that you can use in"
         " everyday life.",
     ),
-    (
-        "What is the difference between a list and a tuple in Python?",
-        "The main difference between a list and a tuple in Python is that a list can be changed"
-        " after it is created, while a tuple cannot. A list is written with square brackets, such"
-        " as `[1, 2, 3]`, and a tuple with parentheses, such as `(1, 2, 3)`. Use a list when you"
-        " want to add, remove, or change elements, and a tuple when the values should stay the"
-        " same.",
-    ),
-    (
-        "Write a short email to my manager asking for a day off next Friday.",
-        "Subject: Request for a day off\n\nDear Ms. Miller,\n\nI hope you are doing well. I am"
-        " writing to ask for a day off next Friday, as I have a family event that I would like to"
-        " attend. I will finish all of my tasks before then, and I will make sure that my work is"
-        " covered while I am away.\n\nThank you for your time. I look forward to hearing from you."
-        "\n\nBest regards,\nAlex",
-    ),
 )

@@ -33,8 +33,6 @@ from dspark_jax.engine.engine import Engine
 from dspark_jax.targets.decoder import Decoder, embedding_table, lm_head_kernel
 
 LENGTH_MULTIPLE = 32
-ANCHOR_STRIDE = 2
-"""Anchors next to each other say almost the same."""
 SMALLEST_WINDOW = 8
 """Windows of at least so many tokens count as independent."""
 FEWEST_WINDOWS = 8
@@ -95,7 +93,7 @@ class Trial:
         tokens_BT = np.zeros((len(prompts), T), np.int32)
         for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             tokens_BT[row, : len(prompt) + len(answer)] = prompt + answer
-        self._anchors_BA = starts_B1 + np.arange(0, max(map(len, answers)) + 1, ANCHOR_STRIDE)
+        self._anchors_BA = starts_B1 + np.arange(max(map(len, answers)) + 1)
         keep_BA = self._anchors_BA + 1 < ends_B1
         self._anchors_BA = np.where(keep_BA, self._anchors_BA, 0)
         at_T = np.arange(T)

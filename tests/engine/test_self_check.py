@@ -20,8 +20,8 @@ from dspark_jax.engine import self_check as module
 from dspark_jax.engine.engine import Engine, EngineConfig
 from dspark_jax.engine.load import make_engine
 from dspark_jax.engine.self_check import Trial, refuse_misfit, self_check
-from dspark_jax.testing.loaded import as_loaded_target
-from dspark_jax.testing.tiny import randomised, tiny_target
+from dspark_jax.testing.loaded import as_loaded_drafter, as_loaded_target
+from dspark_jax.testing.tiny import DRAFTERS, TinyTarget, randomised, tiny_drafter, tiny_target
 from dspark_jax.testing.tokenizer import CHATML, tiny_tokenizer
 
 G, MASK, MAX_CONTEXT = 3, 1, 120
@@ -148,6 +148,19 @@ def test_a_drafter_without_a_clue(pair):
     fresh = randomised(pair.draft.params, seed=8)
     with pytest.raises(InputError, match="no more than of a guess that ignores the text"):
         dataclasses.replace(pair, draft=dataclasses.replace(pair.draft, params=fresh)).check()
+
+
+@pytest.mark.parametrize("name", ["rnn", "eagle3", "mtp-3"])
+def test_every_kind_of_drafter_can_be_tried(pair, name):
+    tiny = TinyTarget(hf_config={}, config=pair.target.config, params=pair.target.params)
+    draft = as_loaded_drafter(tiny_drafter(tiny, **DRAFTERS[name]))
+    trial = Trial(pair.target, draft, ChatTemplate.of(pair.target.tokenizer), max_tokens=MAX_CONTEXT)
+
+    accepted_BAG = trial.accepted(draft.drafter)
+
+    answers = sum(len(answer) for _, answer in CONVERSATIONS)
+    assert (~np.isnan(accepted_BAG)).all(-1).sum() == answers - 3 * draft.drafter.config.block_len
+    assert np.nanmin(accepted_BAG) > 0 and np.nanmax(accepted_BAG) <= 1 + 1e-6
 
 
 def test_too_little_text_is_no_verdict(pair, monkeypatch):
