@@ -61,6 +61,11 @@ class LineLog:
             raise
         self._size_bytes += len(line)
 
+    def clear(self) -> None:
+        """Forgets all lines, without letting go of the file."""
+        os.ftruncate(self._descriptor, 0)
+        self._size_bytes = 0
+
     def sync(self) -> None:
         """Makes everything durable: from then on a power cut cannot lose it."""
         os.fsync(self._descriptor)

@@ -32,6 +32,10 @@ class Journal(Protocol):
         """Adds a line, newline included."""
         ...
 
+    def clear(self) -> None:
+        """Forgets all lines."""
+        ...
+
     def close(self) -> None:
         """Makes all lines durable."""
         ...
@@ -76,6 +80,10 @@ class GrowingFile:
             self._log.sync()
             self._synced_s = time.monotonic()
 
+    def clear(self) -> None:
+        """Forgets all lines."""
+        self._log.clear()
+
     def close(self) -> None:
         """Makes all lines durable."""
         self._log.close()
@@ -109,6 +117,11 @@ class Parts:
         self._pending.append(line)
         if len(self._pending) >= PART_LINES or time.monotonic() - self._written_s > PART_S:
             self._write_part()
+
+    def clear(self) -> None:
+        """Forgets all lines."""
+        storage.remove(self._name)
+        self._parts, self._pending = [], []
 
     def close(self) -> None:
         """Makes all lines durable."""

@@ -55,8 +55,7 @@ class Output:
         self._open = open_journal(self._journal_name)
         try:
             if not self._begun_job(resume):
-                self._remove()
-                self._open = open_journal(self._journal_name)
+                self._journal.clear()
                 self._journal.append(json_line({"job": identity}))
         except BaseException:
             self.close()
@@ -88,11 +87,6 @@ class Output:
             self._open.close()
             self._open = None
 
-    def _remove(self) -> None:
-        journal = self._journal
-        self.close()
-        journal.remove()
-
     def finish(self, order: Literal["input", "completion"], facts: Mapping[str, Any]) -> None:
         """Gives the answers their name; `facts` go into the job file."""
         job = {"job": self._identity, **facts}
@@ -101,7 +95,9 @@ class Output:
             file.readline()
             lines = file if order == "completion" else _sorted_lines(file)
             storage.write(self.name, tqdm(lines, desc="writing the answers", unit=" lines", delay=2))
-        self._remove()
+        journal = self._journal
+        self.close()
+        journal.remove()
 
     def _begun_job(self, resume: bool) -> bool:
         """Whether the journal holds answers of this job, which are then known."""
@@ -163,8 +159,16 @@ def _keyed_lines(file: IO[bytes], desc: str) -> Iterator[tuple[int, int, bool]]:
     """(key, offset of its line, whether it failed) of every record behind the file's place."""
     offset = file.tell()
     for line in tqdm(file, desc=desc, unit=" lines", delay=2):
-        record = json.loads(line)
-        yield _key(record["line"], record["sample"]), offset, "error" in record
+        try:
+            record = json.loads(line)
+            key = _key(record["line"], record["sample"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                given=f"a journal that holds no record at byte {offset}",
+                expected="what an earlier run wrote there",
+                fix="cut the file before that byte, or remove it to begin again",
+            ) from error
+        yield key, offset, "error" in record
         offset += len(line)
 
 

@@ -12,7 +12,7 @@ from dspark_jax.core.errors import InputError
 from dspark_jax.data.chat import ChatTemplate
 from dspark_jax.data.detokenize import TextStream
 from dspark_jax.engine.engine import Engine
-from dspark_jax.engine.requests import FinishReason, Request
+from dspark_jax.engine.requests import FinishReason, Request, Status
 from dspark_jax.serving.id_set import IdSet, hash64
 from dspark_jax.serving.options import OPTION_KEYS, UNSUPPORTED, AnswerOptions
 
@@ -171,7 +171,7 @@ class JobReader:
             "sample": job.sample,
             "domain": job.domain,
         }
-        if request.finish_reason is None:
+        if request.status is not Status.FINISHED or request.finish_reason is None:
             return record | {"error": str(getattr(request, "error", None) or request.status.value)}
         accepted = request.accepted_per_round
         record |= {

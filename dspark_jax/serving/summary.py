@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from dspark_jax.engine.requests import FinishReason, Request
+from dspark_jax.engine.requests import Request, Status
 from dspark_jax.speculation.acceptance import PositionStatistics, position_statistics
 
 
@@ -105,7 +105,7 @@ class Summary:
 
     def add(self, request: Request, domain: str | None) -> None:
         """Counts a request that has ended."""
-        if not isinstance(request.finish_reason, FinishReason):
+        if request.status is not Status.FINISHED:
             self.failed += 1
             return
         self.all.add(request)

@@ -139,6 +139,19 @@ def test_a_journal_cut_anywhere(tmp_path_factory, data):
     assert [record["line"] for record in records] == [1, 2, 3, 4, 5]
 
 
+def test_a_damaged_journal(whole, fake_engine):
+    config, _ = whole
+    Path(f"{config.output}.partial").write_text('{"job": {}}\n\0\0\0\n')
+    with pytest.raises(InputError, match="belongs to another job"):
+        serve_file(config)
+    journal = Output(f"{config.output}2", {"a": 1}, resume=True)
+    journal._journal.append(b"no record\n")
+    journal.close()
+
+    with pytest.raises(InputError, match="no record at byte"):
+        Output(f"{config.output}2", {"a": 1}, resume=True)
+
+
 class TestRefusals:
     def stop_after(self, fake_engine, steps):
         def crash(number):

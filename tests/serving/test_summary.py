@@ -7,16 +7,15 @@ import json
 import numpy as np
 import pytest
 
-from dspark_jax.engine.requests import FinishReason, Request
+from dspark_jax.engine.requests import Request, Status
 from dspark_jax.serving.report import Report
 from dspark_jax.serving.summary import Latencies, Summary, Tally
 
 
 def finished(tokens: int, *rounds: tuple[int, int]) -> Request:
     """A request with these (accepted, verified) draft tokens in its rounds."""
-    request = Request(id="a", prompt_tokens=[1], max_new_tokens=1)
+    request = Request(id="a", prompt_tokens=[1], max_new_tokens=1, _status=Status.FINISHED)
     request.emitted = [0] * tokens
-    request.finish_reason = FinishReason.LENGTH
     for accepted, verified in rounds:
         request.accepted_per_round.append(accepted)
         request.verified_per_round.append(verified)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -34,19 +33,22 @@ jitted = jax.jit(distribution, static_argnames="draw")
 
 
 @functools.cache
+def sampling_of(option: str, masked: bool) -> SamplingParams:
+    values = {"temperature_B": 1.0} | OPTIONS[option]
+    stop_ids_BJ = np.full((1, MAX_STOP_IDS), -1)
+    stop_ids_BJ[0, 0] = STOP
+    return SamplingParams.greedy(1).replace(
+        **{name: np.array([value], np.float32) for name, value in values.items()},
+        stop_ids_BJ=stop_ids_BJ,
+        stop_from_B=np.array([len(PREFIX) + MIN_NEW_TOKENS if masked else 0]),
+    )
+
+
+@functools.cache
 def law(option: str, salt: int, prefix: Tokens, *, masked: bool) -> np.ndarray:
     """The float32 law of the token after a prefix, widened."""
     logits_V = np.random.default_rng([salt, *prefix]).normal(size=V).astype(np.float32) * 1.5
-    values = {"temperature_B": 1.0} | OPTIONS[option]
-    sampling = SamplingParams.greedy(1).replace(
-        **{
-            name: np.array([value], np.int32 if "top_k" in name else np.float32)
-            for name, value in values.items()
-        },
-        stop_ids_BJ=jnp.full((1, MAX_STOP_IDS), -1).at[0, 0].set(STOP),
-        stop_from_B=jnp.array([len(PREFIX) + MIN_NEW_TOKENS if masked else 0]),
-    )
-    positions_B = np.array([len(prefix)])
+    sampling, positions_B = sampling_of(option, masked), np.array([len(prefix)])
     probs_BV = jitted(logits_V[None], sampling, draw=Draw.MASKED, positions=positions_B)
     return np.asarray(probs_BV[0], np.float64)
 
