@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -17,8 +18,10 @@ from dspark_jax.drafters.confidence import ConfidenceHead
 from dspark_jax.drafters.config import DSparkConfig
 from dspark_jax.drafters.contract import DraftBlock, Params, Sampler, SharedWeights, TrainingRows
 from dspark_jax.drafters.heads import make_head
-from dspark_jax.nn.kv_cache import KVCache, write_rows
+from dspark_jax.nn.attention import attend_blocks
+from dspark_jax.nn.kv_cache import KVCache
 from dspark_jax.nn.layers import project
+from dspark_jax.nn.paged_cache import Paging, attend_blocks_paged
 
 
 class DSparkNetwork(nn.Module):
@@ -42,9 +45,9 @@ class DSparkNetwork(nn.Module):
         """Per layer, context keys and values [B, T, K, H]."""
         return self.backbone.context_rows(features_BTCD, positions_BT)
 
-    def block_hidden(self, embedded_BAGD: Array, positions_BAG: Array, context, mask_BAS: Array) -> Array:
-        """Hidden states [B, A, G, D]."""
-        return self.backbone(embedded_BAGD, positions_BAG, context, mask_BAS)
+    def block_hidden(self, embedded: Array, positions: Array, attend: Callable[..., Array]) -> Array:
+        """Hidden states [..., G, D]."""
+        return self.backbone(embedded, positions, attend)
 
     def confidence_logits(self, hidden: Array, prev: Array) -> Array:
         """Logits [...] for hidden states [..., D] and the tokens before them; zeros without the head."""
@@ -90,7 +93,8 @@ class DSparkNetwork(nn.Module):
         rows = self.context_rows(features_BTCD, jnp.zeros(features_BTCD.shape[:2], jnp.int32))
         context = [(k.swapaxes(1, 2), v.swapaxes(1, 2)) for k, v in rows]
         sees = jnp.ones((*prev_BAG.shape[:2], features_BTCD.shape[1]), bool)
-        return self.teacher_forced(self.block_hidden(embedded_BAGD, positions, context, sees), prev_BAG)
+        hidden = self.block_hidden(embedded_BAGD, positions, _attend_context(context, sees))
+        return self.teacher_forced(hidden, prev_BAG)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +108,9 @@ class DSpark:
 
     config: DSparkConfig
     dtype: DTypeLike = jnp.float32
+
+    context_in_pages: ClassVar[bool] = True
+    """All that is kept of a position lies in its page."""
 
     @property
     def network(self) -> DSparkNetwork:
@@ -127,10 +134,13 @@ class DSpark:
         variables: Any = self.network.init(key, features, embedded, prev, method="touch")
         return variables["params"]
 
-    def create_context(self, *, batch: int, length: int) -> KVCache:
-        """Empty context for `batch` requests of at most `length` positions."""
+    def create_context(self, *, slots: int, num_pages: int, page_len: int) -> KVCache:
+        """Empty pages; nothing is kept beside them."""
+        del slots
         c = self.config
-        return KVCache.create([c.block] * c.num_layers, batch=batch, length=length, dtype=self.dtype)
+        return KVCache.create(
+            [c.block] * c.num_layers, num_pages=num_pages, page_len=page_len, dtype=self.dtype
+        )
 
     def extend_context(
         self,
@@ -142,14 +152,13 @@ class DSpark:
         next_tokens_BT: Array,
         start_B: Array,
         num_rows_B: Array,
+        paging: Paging | None = None,
     ) -> KVCache:
-        """Writes the context rows of T positions from start_B on; the tokens do not matter."""
-        positions_BT = start_B[:, None] + jnp.arange(features_BTCD.shape[1])
+        """Writes the context rows of these positions; the tokens do not matter."""
+        paging = paging or Paging.whole(start_B, next_tokens_BT.shape[1])
+        positions_BT = paging.rows.positions_M.reshape(next_tokens_BT.shape)
         rows = self._apply(params, "context_rows", features_BTCD, positions_BT)
-        return KVCache(
-            tuple(write_rows(old, k, start_B) for old, (k, _) in zip(context.keys_BKSH, rows, strict=True)),
-            tuple(write_rows(old, v, start_B) for old, (_, v) in zip(context.values_BKSH, rows, strict=True)),
-        )
+        return context.extended(rows, paging)
 
     def draft(
         self,
@@ -159,29 +168,39 @@ class DSpark:
         anchors_B: Array,
         positions_B: Array,
         sampler: Sampler,
+        paging: Paging | None = None,
     ) -> DraftBlock:
         """Proposes G tokens after the anchor tokens anchors_B at positions_B."""
-        hidden_BGD = self.block_hidden(params, shared, context, anchors_B, positions_B)
+        hidden_BGD = self.block_hidden(params, shared, context, anchors_B, positions_B, paging)
         return self._apply(params, "sample_block", hidden_BGD, shared, anchors_B, sampler)
 
     def block_hidden(
-        self, params: Params, shared: SharedWeights, context: KVCache, anchors_B: Array, positions_B: Array
+        self,
+        params: Params,
+        shared: SharedWeights,
+        context: KVCache,
+        anchors_B: Array,
+        positions_B: Array,
+        paging: Paging | None = None,
     ) -> Array:
         """The backbone alone: hidden states [B, G, D] of one block per request."""
-        pairs = list(zip(context.keys_BKSH, context.values_BKSH, strict=True))
-        sees_B1S = jnp.arange(context.length) < positions_B[:, None, None]
-        return self._blocks_hidden(params, shared, pairs, anchors_B[:, None], positions_B[:, None], sees_B1S)[
-            :, 0
-        ]
+        table_BN = (paging or Paging.whole(positions_B, 0)).table_RN
+
+        def attend(layer: int, *queries_keys_values: Array) -> Array:
+            queries, *own = queries_keys_values
+            pages = (context.keys_PKSH[layer], context.values_PKSH[layer])
+            return attend_blocks_paged(queries, *pages, table_BN, positions_B, *own)
+
+        return self._blocks_hidden(params, shared, anchors_B, positions_B, attend)
 
     def _blocks_hidden(
-        self, params: Params, shared: SharedWeights, context, anchors_BA: Array, positions_BA: Array, sees_BAS
+        self, params: Params, shared: SharedWeights, anchors: Array, positions: Array, attend
     ) -> Array:
-        """Hidden states [B, A, G, D] of the rows that predict; anchors_BA are tokens."""
+        """Hidden states [..., G, D] of the rows that predict, for anchor tokens [...] at positions [...]."""
         c = self.config
-        inputs = jnp.full((*anchors_BA.shape, c.block_rows), c.mask_token).at[..., 0].set(anchors_BA)
-        positions = positions_BA[..., None] + jnp.arange(c.block_rows)
-        hidden = self._apply(params, "block_hidden", shared.embed(inputs), positions, context, sees_BAS)
+        inputs = jnp.full((*anchors.shape, c.block_rows), c.mask_token).at[..., 0].set(anchors)
+        positions = positions[..., None] + jnp.arange(c.block_rows)
+        hidden = self._apply(params, "block_hidden", shared.embed(inputs), positions, attend)
         return hidden[..., -c.block_len :, :]
 
     def training_rows(
@@ -207,9 +226,8 @@ class DSpark:
         )
         rows = self._apply(params, "context_rows", features_BTCD, jnp.broadcast_to(jnp.arange(T), (B, T)))
         context = [tuple(x.astype(self.dtype).swapaxes(1, 2) for x in pair) for pair in rows]
-        hidden = self._blocks_hidden(
-            params, shared, context, blocks.prev_BAG[..., 0], anchors_BA, blocks.sees_BAS
-        )
+        attend = _attend_context(context, blocks.sees_BAS)
+        hidden = self._blocks_hidden(params, shared, blocks.prev_BAG[..., 0], anchors_BA, attend)
         latents, w2, confidence = self._apply(params, "teacher_forced", hidden, blocks.prev_BAG)
         return blocks.rows(
             hidden,
@@ -218,3 +236,13 @@ class DSpark:
             w2_RV=w2,
             confidence_logits_BAG=None if c.confidence is None else confidence,
         )
+
+
+def _attend_context(context: list, sees_BAS: Array) -> Callable[..., Array]:
+    """Attention of A blocks per sequence to a context [B, K, S, H] per layer, as training has it."""
+
+    def attend(layer: int, *queries_keys_values: Array) -> Array:
+        queries, *own = queries_keys_values
+        return attend_blocks(queries, *context[layer], sees_BAS, *own)
+
+    return attend

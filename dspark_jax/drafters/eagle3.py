@@ -11,7 +11,9 @@ Differs from the reference: rows exist at the sampled anchors only, and a row is
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import flax.struct
@@ -25,8 +27,9 @@ from dspark_jax.drafters.config import Eagle3Config
 from dspark_jax.drafters.contract import DraftBlock, Params, Sampler, SharedWeights, TrainingRows
 from dspark_jax.nn.attention import attend_blocks
 from dspark_jax.nn.block import TransformerLayer
-from dspark_jax.nn.kv_cache import KVCache, write_rows
+from dspark_jax.nn.kv_cache import KVCache
 from dspark_jax.nn.layers import Linear, RMSNorm
+from dspark_jax.nn.paged_cache import Paging, attend_blocks_paged
 from dspark_jax.nn.rope import rope_angles
 
 
@@ -35,8 +38,8 @@ class Eagle3Context:
     """What is known of the committed tokens.
 
     Attributes:
-      cache: keys and values of the pairs (feature i, token i + 1), pair i at index i.
-      hidden_BD: projection of the last committed feature, from which a block starts.
+      cache: keys and values of the pairs (feature i, token i + 1), pair i at position i.
+      hidden_BD: projection of the last committed feature of every slot, from which a block starts.
     """
 
     cache: KVCache
@@ -56,6 +59,16 @@ class Chains:
     hidden_BAD: Array
     keys_BAGKH: Array
     values_BAGKH: Array
+
+
+Attention = Callable[[Array, Array, Array, Array], Array]
+"""(queries [B, A, 1, N, H], keys and values [B, A, G, K, H] of the block, which of them exist [G]) -> mixed."""
+
+
+def _attend_context(keys_BKSH: Array, values_BKSH: Array, mask_BAS: Array, queries: Array, *own: Array) -> Array:
+    """`Attention` to a context that lies in one piece, as training has it."""
+    keys, values, seen_G = own
+    return attend_blocks(queries, keys_BKSH, values_BKSH, mask_BAS, keys, values, seen_G)
 
 
 class Eagle3Layer(TransformerLayer):
@@ -97,9 +110,7 @@ class Eagle3Network(nn.Module):
         embedded_BAD: Array,
         positions_BA: Array,
         slot: Array,
-        keys_BKSH: Array,
-        values_BKSH: Array,
-        mask_BAS: Array,
+        attend: Attention,
     ) -> tuple[Chains, Array]:
         """One step of every block.
 
@@ -108,9 +119,7 @@ class Eagle3Network(nn.Module):
           embedded_BAD: embeddings of the tokens that the step reads.
           positions_BA: where it stands.
           slot: its number.
-          keys_BKSH: keys of the context.
-          values_BKSH: values of the context.
-          mask_BAS: context positions that a block sees.
+          attend: attention to the context and to the steps so far.
 
         Returns:
           (the blocks after it, inputs [B, A, D] of the LM head).
@@ -128,7 +137,7 @@ class Eagle3Network(nn.Module):
         own_keys, own_values = put(chains.keys_BAGKH, own_keys), put(chains.values_BAGKH, own_values)
         seen_G = jnp.arange(self.config.block_len) <= slot
         queries = layer.attention.queries(pair_BA1X, angles)
-        mixed = attend_blocks(queries, keys_BKSH, values_BKSH, mask_BAS, own_keys, own_values, seen_G)
+        mixed = attend(queries, own_keys, own_values, seen_G)
         hidden_BAD = layer.output(chains.hidden_BAD, mixed[:, :, 0])
         return Chains(hidden_BAD, own_keys, own_values), self.final_norm(hidden_BAD)
 
@@ -145,7 +154,8 @@ class Eagle3Network(nn.Module):
         keys, values = (x.swapaxes(1, 2) for x in pair)
         sees = jnp.ones((*positions_BT.shape, keys.shape[2]), bool)
         first = jnp.zeros((), jnp.int32)
-        return self.step(self.empty_chains(hidden), embedded_BTD, positions_BT, first, keys, values, sees)
+        attend = functools.partial(_attend_context, keys, values, sees)
+        return self.step(self.empty_chains(hidden), embedded_BTD, positions_BT, first, attend)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +169,9 @@ class Eagle3:
 
     config: Eagle3Config
     dtype: DTypeLike = jnp.float32
+
+    context_in_pages: ClassVar[bool] = True
+    """The last position alone is kept beside the pages."""
 
     @property
     def feature_kernel(self) -> tuple[str, ...]:
@@ -175,12 +188,12 @@ class Eagle3:
         variables: Any = Eagle3Network(c, self.dtype).init(key, features, embedded, method="touch")
         return variables["params"]
 
-    def create_context(self, *, batch: int, length: int) -> Eagle3Context:
-        """Empty context for `batch` requests of at most `length` positions."""
+    def create_context(self, *, slots: int, num_pages: int, page_len: int) -> Eagle3Context:
+        """Empty pages and slots."""
         block = self.config.block
         return Eagle3Context(
-            cache=KVCache.create([block], batch=batch, length=length, dtype=self.dtype),
-            hidden_BD=jnp.zeros((batch, block.width)),
+            cache=KVCache.create([block], num_pages=num_pages, page_len=page_len, dtype=self.dtype),
+            hidden_BD=jnp.zeros((slots, block.width)),
         )
 
     def extend_context(
@@ -193,18 +206,18 @@ class Eagle3:
         next_tokens_BT: Array,
         start_B: Array,
         num_rows_B: Array,
+        paging: Paging | None = None,
     ) -> Eagle3Context:
-        """Pairs T features with the tokens after them."""
-        positions_BT = start_B[:, None] + jnp.arange(next_tokens_BT.shape[1])
-        hidden_BTD, keys_BTKH, values_BTKH = self._apply(
+        """Pairs features with the tokens after them."""
+        paging = paging or Paging.whole(start_B, next_tokens_BT.shape[1])
+        positions_BT = paging.rows.positions_M.reshape(next_tokens_BT.shape)
+        hidden_BTD, *pair = self._apply(
             params, "context_rows", features_BTCD, shared.embed(next_tokens_BT), positions_BT
         )
-        (keys,), (values,) = context.cache.keys_BKSH, context.cache.values_BKSH
+        last_RD = paging.last_rows(hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), num_rows_B)
         return Eagle3Context(
-            cache=KVCache(
-                (write_rows(keys, keys_BTKH, start_B),), (write_rows(values, values_BTKH, start_B),)
-            ),
-            hidden_BD=jnp.take_along_axis(hidden_BTD, (num_rows_B - 1)[:, None, None], axis=1)[:, 0],
+            cache=context.cache.extended([tuple(pair)], paging),
+            hidden_BD=context.hidden_BD.at[paging.slots_R].set(last_RD, mode="drop"),
         )
 
     def draft(
@@ -215,10 +228,19 @@ class Eagle3:
         anchors_B: Array,
         positions_B: Array,
         sampler: Sampler,
+        paging: Paging | None = None,
     ) -> DraftBlock:
         """Proposes G tokens after the anchor tokens anchors_B at positions_B."""
-        (keys,), (values,) = context.cache.keys_BKSH, context.cache.values_BKSH
-        step = self._stepper(params, shared, keys, values, positions_B[:, None])
+        paging = paging or Paging.whole(positions_B, 0)
+        (keys,), (values,) = context.cache.keys_PKSH, context.cache.values_PKSH
+
+        def attend(queries: Array, *own: Array) -> Array:
+            own_keys, own_values, seen_G = own
+            ends_B = positions_B - 1  # the newest pair's own key is the block's
+            rows = (queries[:, 0], keys, values, paging.table_RN, ends_B, own_keys[:, 0], own_values[:, 0])
+            return attend_blocks_paged(*rows, seen_G)[:, None]
+
+        step = self._stepper(params, shared, attend, positions_B[:, None])
 
         def body(carry, slot):
             chains, tokens_B = carry
@@ -227,21 +249,17 @@ class Eagle3:
             tokens_B = shared.target_ids(ids_B)
             return (chains, tokens_B), (ids_B, tokens_B, probs_BV)
 
-        start = self._apply(params, "empty_chains", context.hidden_BD[:, None])
+        hidden_RD = context.hidden_BD.at[paging.slots_R].get(mode="clip")
+        start = self._apply(params, "empty_chains", hidden_RD[:, None])
         _, block = jax.lax.scan(body, (start, anchors_B), jnp.arange(self.config.block_len))
         ids_BG, tokens_BG, probs_BGV = (x.swapaxes(0, 1) for x in block)
         return DraftBlock(ids_BG, tokens_BG, probs_BGV, jnp.zeros(tokens_BG.shape))
 
-    def _stepper(
-        self, params: Params, shared: SharedWeights, keys_BKSH: Array, values_BKSH: Array, anchors_BA: Array
-    ):
+    def _stepper(self, params: Params, shared: SharedWeights, attend: Attention, anchors_BA: Array):
         """step(chains, tokens [B, A], slot) -> (chains, hidden [B, A, D]) for blocks at these positions."""
-        # Step 0 stands on the newest pair: its own key takes the place of the pair's in the context.
-        first_BA = anchors_BA - 1
-        mask_BAS = jnp.arange(keys_BKSH.shape[2]) < first_BA[..., None]
 
         def step(chains: Chains, tokens_BA: Array, slot: Array) -> tuple[Chains, Array]:
-            rows = (shared.embed(tokens_BA), first_BA + slot, slot, keys_BKSH, values_BKSH, mask_BAS)
+            rows = (shared.embed(tokens_BA), anchors_BA - 1 + slot, slot, attend)
             return self._apply(params, "step", chains, *rows)
 
         return step
@@ -271,7 +289,10 @@ class Eagle3:
             params, "context_rows", features_BTCD, shared.embed(next_tokens_BT), positions_BT
         )
         keys, values = (x.astype(self.dtype).swapaxes(1, 2) for x in pairs)
-        step = self._stepper(params, shared, keys, values, anchors_BA)
+        # Step 0 stands on the newest pair: its own key takes the place of the pair's in the context.
+        mask_BAS = jnp.arange(keys.shape[2]) < anchors_BA[..., None] - 1
+        attend = functools.partial(_attend_context, keys, values, mask_BAS)
+        step = self._stepper(params, shared, attend, anchors_BA)
         newest_BA = jnp.maximum(anchors_BA - 1, 0)
         start = self._apply(
             params, "empty_chains", jnp.take_along_axis(hidden_BTD, newest_BA[..., None], axis=1)

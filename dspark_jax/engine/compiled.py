@@ -1,0 +1,191 @@
+"""The compiled programs of an engine: each takes its shapes and no others, so nothing compiles unseen."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from dspark_jax.core.keys import request_key
+from dspark_jax.engine import programs
+from dspark_jax.engine.config import EngineConfig
+from dspark_jax.engine.requests import SamplingOptions
+from dspark_jax.engine.state import Admission, Drafts, EngineState, Weights
+from dspark_jax.speculation.sampling import Draw, SamplingParams
+
+Program = Callable
+
+
+class Programs:
+    """Compiles a program when it is first asked for, from the shapes that the configuration declares.
+
+    Args:
+      models: the networks.
+      config: shapes and scheduler.
+      weights: parameters.
+
+    Attributes:
+      compiled: by name and static parameters.
+      compile_s: seconds spent on compiling so far.
+    """
+
+    def __init__(self, models: programs.Models, config: EngineConfig, weights: Weights):
+        self.models, self.config, self._weights = models, config, weights
+        self.compiled: dict[tuple, Program] = {}
+        self.compile_s = 0.0
+        self._state = jax.eval_shape(self.new_state)
+        self._drafts = None if models.drafter is None else jax.eval_shape(self.new_drafts)
+
+    def new_state(self) -> EngineState:
+        """Empty pages and slots."""
+        return EngineState.create(
+            self.models.target,
+            self.models.drafter,
+            slots=self.config.slots,
+            num_pages=self.config.total_pages(self.models.block_len),
+            page_len=self.config.page_len,
+            num_stops=self.config.num_stops,
+            dtype=self.config.dtype,
+        )
+
+    def new_drafts(self) -> Drafts:
+        """Nothing drafted yet."""
+        assert self.models.drafter is not None
+        return Drafts.create(
+            slots=self.config.slots,
+            block_len=self.models.block_len,
+            vocab_size=self.models.drafter.config.vocab_size,
+        )
+
+    def prefill(self, bucket: int) -> Program:
+        """Takes in a chunk of so many tokens."""
+        # One row's filters cost nothing beside a prompt, and half as many programs compile.
+        function = functools.partial(programs.prefill, models=self.models, draw=Draw.FILTERED)
+        admission = self.admission(
+            slot=0, start=0, num_tokens=1, is_last=True, anchor=-1, remaining=1, stop_ids=(), pages=()
+        )
+        tokens_np = np.zeros(bucket + 1, np.int32)
+        return self._program(("prefill", bucket), function, "state", self._state, tokens_np, admission)
+
+    def draft(self, requests: int, draw: Draw) -> Program:
+        """Drafts for so many requests."""
+        function = functools.partial(programs.draft, drafter=self.models.drafter, draw=draw)
+        arguments = (self._state, self._drafts, *self._places(requests))
+        return self._program(("draft", requests, draw), function, "drafts", *arguments)
+
+    def select(self, requests: int) -> Program:
+        """Chooses lengths for so many requests."""
+        function = functools.partial(programs.select, scheduler=self.config.policy)
+        G = self.models.block_len
+
+        def without_weights(weights, *arguments):
+            del weights
+            return function(*arguments)
+
+        arguments = (
+            self._state,
+            self._drafts,
+            self._places(requests)[0],
+            np.zeros(requests, bool),
+            np.int32(0),
+            np.zeros(requests * G + 1, np.float32),
+            np.ones(G, np.float32),
+        )
+        return self._program(("select", requests), without_weights, None, *arguments)
+
+    def verify(self, requests: int, rows: int, draw: Draw) -> Program:
+        """Verifies so many rows of so many requests; as many rows as requests is plain decoding."""
+        plain = rows == requests
+        function = functools.partial(
+            programs.verify_round,
+            models=self.models,
+            num_rows=rows,
+            longest=0 if plain else min(self.config.longest(self.models.block_len), rows - 1),
+            draw=draw,
+        )
+        G = self.models.block_len
+        arguments = (
+            self._state,
+            None if plain else self._drafts,
+            *self._places(requests),
+            np.zeros(requests, np.int32),
+            np.zeros((requests, G), np.float32),
+        )
+        return self._program(("verify", requests, rows, draw), function, "state", *arguments)
+
+    def copy_page(self) -> Program:
+        """Copies one page of target and drafter onto another."""
+
+        def copy(weights, state: EngineState, source, onto) -> EngineState:
+            del weights
+            num_pages = state.cache.keys_PKSH[0].shape[0]
+
+            def copied(x):
+                return x.at[onto].set(x[source]) if x.ndim == 4 and x.shape[0] == num_pages else x
+
+            cache, context = jax.tree.map(copied, (state.cache, state.context))
+            return state.replace(cache=cache, context=context)
+
+        return self._program(("copy",), copy, "state", self._state, np.int32(0), np.int32(0))
+
+    def admission(
+        self,
+        *,
+        slot: int,
+        start: int,
+        num_tokens: int,
+        is_last: bool,
+        anchor: int,
+        remaining: int,
+        stop_ids,
+        pages,
+        sampling: SamplingOptions | None = None,
+    ) -> Admission:
+        """What a chunk's program must know, as arrays."""
+        sampling = sampling or SamplingOptions()
+        stops_np = np.full(self.config.num_stops, -1, np.int32)
+        known = sorted(stop_ids)[: self.config.num_stops]
+        stops_np[: len(known)] = known
+        return Admission(
+            slot=np.int32(slot),
+            start=np.int32(start),
+            num_tokens=np.int32(num_tokens),
+            is_last=np.bool_(is_last),
+            anchor=np.int32(anchor),
+            remaining=np.int32(remaining),
+            stops_W=stops_np,
+            key_1=request_key(sampling.seed)[None],
+            sampling_1=sampling_row(sampling),
+            table_1N=self.tables([pages], 1),
+        )
+
+    def tables(self, pages, requests: int) -> np.ndarray:
+        """Page tables [R, N] of requests that hold these pages."""
+        table_np = np.zeros((requests, self.config.pages_per_slot(self.models.block_len)), np.int32)
+        for row, held in enumerate(pages):
+            table_np[row, : len(held)] = held
+        return table_np
+
+    def _places(self, requests: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros(requests, np.int32), self.tables([], requests)
+
+    def _program(self, name: tuple, function: Callable, donated: str | None, *args) -> Program:
+        if name not in self.compiled:
+            start_s = time.perf_counter()
+            jitted = jax.jit(function, donate_argnames=donated)
+            self.compiled[name] = jitted.lower(self._weights, *args).compile()
+            self.compile_s += time.perf_counter() - start_s
+        return functools.partial(self.compiled[name], self._weights)
+
+
+def sampling_row(options: SamplingOptions) -> SamplingParams:
+    """The parameters of one request, [1] each."""
+    return SamplingParams(
+        temperature_B=np.array([options.temperature], np.float32),
+        top_k_B=np.array([options.top_k], np.int32),
+        top_p_B=np.array([options.top_p], np.float32),
+        min_p_B=np.array([options.min_p], np.float32),
+    )
