@@ -29,6 +29,7 @@ COMMANDS = {
         "measure accepted length and acceptance per position on held-out prompts",
     ),
     "calibrate": ("calibrate", "Calibrate", "make predicted survival come true, and see how far it is off"),
+    "profile": ("profile", "Profile", "measure what a round costs on this machine: the scheduler's prices"),
     "convert": ("convert", "Convert", "write a drafter in the format of another project, or in ours"),
     "verify-golden": (
         "verify_golden",

@@ -48,8 +48,8 @@ class Backbone(nn.Module):
         Args:
           embedded: embeddings [..., G, D] of [anchor, MASK, ...].
           positions: their positions [..., G], anchor + 0..G-1.
-          attend: (layer, queries [..., G, N, H], keys and values [..., G, K, H] of the blocks) -> mixed values:
-            a block's rows see the context strictly before its anchor, and each other.
+          attend: (layer, queries [..., G, N, H], keys and values [..., G, K, H] of the blocks) -> mixed
+            values: a block's rows see the context strictly before its anchor, and each other.
         """
         angles = rope_angles(self.config.rope, self.config.head_dim, positions)
         x = embedded.astype(jnp.float32)

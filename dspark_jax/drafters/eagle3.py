@@ -62,10 +62,12 @@ class Chains:
 
 
 Attention = Callable[[Array, Array, Array, Array], Array]
-"""(queries [B, A, 1, N, H], keys and values [B, A, G, K, H] of the block, which of them exist [G]) -> mixed."""
+"""(queries [B, A, 1, N, H], keys and values [B, A, G, K, H] of the block, which of them exist) -> mixed."""
 
 
-def _attend_context(keys_BKSH: Array, values_BKSH: Array, mask_BAS: Array, queries: Array, *own: Array) -> Array:
+def _attend_context(
+    keys_BKSH: Array, values_BKSH: Array, mask_BAS: Array, queries: Array, *own: Array
+) -> Array:
     """`Attention` to a context that lies in one piece, as training has it."""
     keys, values, seen_G = own
     return attend_blocks(queries, keys_BKSH, values_BKSH, mask_BAS, keys, values, seen_G)

@@ -126,9 +126,11 @@ def check_policy(policy: Scheduler, drafter: Drafter | None) -> None:
         )
     needs_confidence = isinstance(policy, ConfidenceThreshold | Algorithm1 | Lagged)
     if needs_confidence and (drafter is None or drafter.config.confidence is None):
-        given = f"a confidence threshold of {policy.threshold}" if isinstance(
-            policy, ConfidenceThreshold
-        ) else f"the scheduler {policy}"
+        given = (
+            f"a confidence threshold of {policy.threshold}"
+            if isinstance(policy, ConfidenceThreshold)
+            else f"the scheduler {policy}"
+        )
         raise InputError(
             given=given,
             expected="a drafter with a confidence head",

@@ -1,16 +1,15 @@
 """The engine: keeps the device busy, hands out what its rounds commit.
 
-The host runs one round ahead: it dispatches the next round before it reads the last one. It knows then how far
-every request can be at most, which is what pages and shapes are chosen by; how far each really is, and whether
-it has come to its end, the device knows by itself.
+The host runs one round ahead: it dispatches the next round before it reads the last one. It knows then how
+far every request can be at most, which is what pages and shapes are chosen by; how far each really is, and
+whether it has come to its end, the device knows by itself.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -22,6 +21,7 @@ from dspark_jax.engine.compiled import Programs
 from dspark_jax.engine.config import EngineConfig, check_policy
 from dspark_jax.engine.pages import PagePool, find_prefix, remember_prompt
 from dspark_jax.engine.planning import Planner
+from dspark_jax.engine.profile import costs_of, measure_costs
 from dspark_jax.engine.programs import Models
 from dspark_jax.engine.requests import Mode, Request, Status
 from dspark_jax.engine.seats import InFlight, Seat
@@ -49,7 +49,6 @@ class Engine:
       weights: what rounds read; `shared` and `drafter` are None without a drafter.
       config: shapes and scheduler.
       table: measured times for a scheduler that asks for prices; None: measured when it first does.
-      temperatures_np: [G], of a calibration; None: the confidences are taken as they are.
 
     Attributes:
       models: the networks.
@@ -69,7 +68,6 @@ class Engine:
         weights: Weights,
         config: EngineConfig,
         table: CostTable | None = None,
-        temperatures_np: np.ndarray | None = None,
     ):
         self.config = config
         self.models = Models(target=target, drafter=drafter, dtype=config.dtype)
@@ -83,10 +81,9 @@ class Engine:
         self.counters: collections.Counter[str] = collections.Counter()
         self.budgets: collections.Counter[int] = collections.Counter()
         G = self.models.block_len
-        self._temperatures_np = np.ones(G, np.float32) if temperatures_np is None else temperatures_np
+        self._temperatures_np = np.ones(G, np.float32)
         self._programs = Programs(self.models, config, weights)
-        self._state = self._programs.new_state()
-        self._drafts = None if drafter is None else self._programs.new_drafts()
+        self._state = self._drafts = None
         self._pool = PagePool(config.total_pages(G))
         self._table = table
         self._planner = Planner(config, G, self.cost_table)
@@ -110,13 +107,16 @@ class Engine:
         """Who holds which pages."""
         return self._pool
 
+    @property
+    def programs(self) -> Programs:
+        """What is compiled."""
+        return self._programs
+
     def cost_table(self) -> CostTable:
         """Measured times of this engine's programs; measured now if they never were."""
         if self._table is None:
-            from dspark_jax.engine.profile import measure_costs
-
-            log.warning("no cost table was given: measuring the engine's programs")
-            self._table = measure_costs(self._programs, temperatures_np=self._temperatures_np)
+            log.warning("no cost table was given: a stored one is taken, or the programs are measured now")
+            self._table = costs_of(self._programs, None, lambda: measure_costs(self._programs))
         return self._table
 
     def warm_up(
@@ -149,6 +149,31 @@ class Engine:
         rows = self.config.row_buckets(requests, self.models.block_len)
         always_drafts = isinstance(self.config.policy, FullBlock | FixedLength) and len(rows) > 1
         return rows[1:] if always_drafts else rows
+
+    def calibrate(self, temperatures: Sequence[float]) -> None:
+        """Takes the temperatures [G] of a calibration for the predictions to come.
+
+        Raises:
+          InputError: not one positive number for each drafted token.
+        """
+        if len(temperatures) != self.models.block_len or not all(0 < T < np.inf for T in temperatures):
+            raise InputError(
+                given=f"temperatures {tuple(temperatures)}",
+                expected=f"{self.models.block_len} positive numbers",
+                fix="calibrate this drafter with `dspark calibrate`",
+            )
+        self._temperatures_np = np.asarray(temperatures, np.float32)
+
+    def free_memory(self) -> None:
+        """Lets go of pages and slots while there is no work; what is compiled stays.
+
+        Raises:
+          RuntimeError: there is work.
+        """
+        if self.has_work:
+            raise RuntimeError("the engine has work")
+        self._state = self._drafts = None
+        self._pool = PagePool(self.config.total_pages(self.models.block_len))
 
     def check(self, request: Request) -> None:
         """Refuses a request that this engine cannot hold.
@@ -190,7 +215,8 @@ class Engine:
         return bool(self._queue) or any(self._seats) or bool(self._in_flight)
 
     def step(self) -> list[Request]:
-        """Admits what fits, dispatches prompts and a round, and returns the requests that came to their end."""
+        """Admits what fits, dispatches prompts and a round; returns the requests that came to their end."""
+        self._allocate()
         self._admit()
         self._prefill()
         dispatched, finished = self._round()
@@ -208,6 +234,11 @@ class Engine:
             if not self.has_work:
                 return
             yield from self.step()
+
+    def _allocate(self) -> None:
+        if self._state is None:
+            self._state = self._programs.new_state()
+            self._drafts = None if self.models.drafter is None else self._programs.new_drafts()
 
     # Admission: a slot, and pages for the whole prompt.
 
@@ -232,8 +263,10 @@ class Engine:
         held = [] if prefix is None else [*prefix.pages, *([] if prefix.copied is None else [prefix.copied])]
         for page in held:
             self._pool.share(page)
-        num_shared = 0 if prefix is None else len(prefix.pages)
-        own = self._pool.take(len(tokens) // page_len + 1 - num_shared)
+        needed = len(tokens) // page_len + 1 - (0 if prefix is None else len(prefix.pages))
+        # Those who decode already will want a page each soon; who took it from them would be the first to go.
+        spare = sum(other is not None for other in self._seats)
+        own = self._pool.take(needed) if self._pool.num_free >= needed + spare else None
         if own is None:
             self._pool.give_back(held)
             return None
@@ -257,7 +290,7 @@ class Engine:
         seat.pages = []
 
     def _preempt(self, seat: Seat) -> None:
-        """Takes a request's pages away; it comes back later with what it has emitted as part of its prompt."""
+        """Takes a request's pages away; it comes back with what it has emitted as part of its prompt."""
         log.info("request %r is preempted: no free pages", seat.request.id)
         self.counters["preemptions"] += 1
         seat.request.preemptions += 1
@@ -318,7 +351,8 @@ class Engine:
         speculative_np = np.array([seat.request.mode is Mode.SPECULATIVE for seat in seats])
         plan = self._planner.plan(slots, speculative_np, min(context, self.config.max_context))
         drafted_np = plan.drafted_np
-        if drafted_np.any() and not self._draft([s for s, d in zip(seats, drafted_np, strict=True) if d], draw):
+        drafting = [seat for seat, drafts in zip(seats, drafted_np, strict=True) if drafts]
+        if drafting and not self._draft(drafting, draw):
             drafted_np = np.zeros(len(seats), bool)
 
         R = bucket_for(len(seats), self.config.request_buckets)
@@ -337,7 +371,7 @@ class Engine:
                 in_step_np,
                 np.int32(budget or 0),
                 self._planner.round_ms(R, len(seats), min(context, self.config.max_context)),
-                self._temperatures_np.astype(np.float32),
+                self._temperatures_np,
             )
             if budget is None:
                 budget = int(np.asarray(lengths_R).sum())
@@ -431,7 +465,9 @@ class Engine:
             request.accepted_per_round.append(int(result.accepted_R[row]))
             request.verified_per_round.append(int(result.verified_R[row]))
             confidence_np = np.asarray(result.confidence_logits_RG[row])
-            request.confidence_per_round.append(confidence_np if drafted else np.full_like(confidence_np, np.nan))
+            if not drafted:
+                confidence_np = np.full_like(confidence_np, np.nan)
+            request.confidence_per_round.append(confidence_np)
             if unusable_np[row]:
                 self.counters["unusable_drafts"] += 1
                 request.mode = Mode.FALLBACK_AR

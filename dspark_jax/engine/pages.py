@@ -1,7 +1,7 @@
 """Pages on the host: who holds which, which prompts they hold, and which may be shared.
 
-Nothing here touches the device. Programs run in the order of their dispatch, so a page that was given back may
-be handed out at once: whatever still writes to it runs before its next owner does.
+Nothing here touches the device. Programs run in the order of their dispatch, so a page that was given back
+may be handed out at once: whatever still writes to it runs before its next owner does.
 """
 
 from __future__ import annotations

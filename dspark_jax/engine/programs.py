@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -39,7 +40,14 @@ from dspark_jax.speculation.rejection import (
     slot_uniforms,
 )
 from dspark_jax.speculation.sampling import Draw, distribution, sample
-from dspark_jax.speculation.schedule import Algorithm1, Lagged, Scheduler, admit, algorithm1, predicted_survival
+from dspark_jax.speculation.schedule import (
+    Algorithm1,
+    Lagged,
+    Scheduler,
+    admit,
+    algorithm1,
+    predicted_survival,
+)
 from dspark_jax.speculation.verify_length import verify_lengths
 from dspark_jax.targets.config import DecoderConfig
 from dspark_jax.targets.decoder import Decoder, TargetOutput
@@ -186,9 +194,9 @@ def draft(
     if draw != Draw.GREEDY:
         q_RG = jnp.take_along_axis(block.probs_BGV, block.draft_ids_BG[..., None], axis=-1)[..., 0]
         probs_BGV = put_at_slots(probs_BGV, block.probs_BGV, slots_R)
-    finite_R = jnp.isfinite(block.probs_BGV.sum(-1)).all(-1) & jnp.isfinite(block.confidence_logits_BG).all(-1)
+    finite_RG = jnp.isfinite(block.probs_BGV.sum(-1)) & jnp.isfinite(block.confidence_logits_BG)
     small = (drafts.tokens_BG, drafts.q_BG, drafts.confidence_logits_BG, drafts.usable_B)
-    new = (block.tokens_BG, q_RG, block.confidence_logits_BG, finite_R)
+    new = (block.tokens_BG, q_RG, block.confidence_logits_BG, finite_RG.all(-1))
     tokens_BG, q_BG, confidence_BG, usable_B = put_at_slots(small, new, slots_R)
     return Drafts(tokens_BG, q_BG, probs_BGV, confidence_BG, usable_B)
 
@@ -264,59 +272,95 @@ def verify_round(
       longest: the largest length that occurs; static.
       draw: the most that any request asks for; static.
     """
+    step = lay_out(
+        state,
+        drafts,
+        slots_R,
+        table_RN,
+        lengths_R,
+        block_len=models.block_len,
+        num_rows=num_rows,
+        longest=longest,
+    )
+    output = models.run_target(weights, step.tokens_M, state.cache, step.paging)
+    verified = accept(weights, state, drafts, step, output.logits_BTV[0], longest=longest, draw=draw)
+    new_state = commit(weights, state, output, verified, step, models=models)
+    return new_state, RoundResult(
+        tokens_RT=jnp.where(step.active_R[:, None], verified.tokens_BT, -1),
+        accepted_R=verified.accepted_B,
+        verified_R=step.lengths_R,
+        survival_RG=survival_RG,
+        confidence_logits_RG=step.drafts_R.confidence_logits_BG,
+        usable_R=step.drafts_R.usable_B,
+    )
+
+
+@flax.struct.dataclass
+class Step:
+    """The flattened rows of a verification.
+
+    Attributes:
+      paging: whose they are and where they lie.
+      tokens_M: what they read.
+      active_R: requests that have not come to their end.
+      lengths_R: drafted tokens of each that are verified.
+      drafts_R: their blocks, but for the laws.
+    """
+
+    paging: Paging
+    tokens_M: Array
+    active_R: Array
+    lengths_R: Array
+    drafts_R: Drafts
+
+
+def lay_out(
+    state: EngineState,
+    drafts: Drafts | None,
+    slots_R: Array,
+    table_RN: Array,
+    lengths_R: Array,
+    *,
+    block_len: int,
+    num_rows: int,
+    longest: int,
+) -> Step:
+    """The rows [anchor, x_1 .. x_l] of every active request; see `verify_round`."""
+    R = len(slots_R)
     anchors_R, positions_R, active_R = at_slots((state.anchors_B, state.positions_B, state.active_B), slots_R)
     active_R &= slots_R < len(state.active_B)
     lengths_R = jnp.where(active_R, lengths_R, 0)
-    rows = Rows.ragged(positions_R, jnp.where(active_R, 1 + lengths_R, 0), num_rows)
     if longest == 0:  # every request stands on its own row, whether active or not
-        R = len(slots_R)
         requests_R = jnp.where(active_R, jnp.arange(R), R)
         rows = Rows(requests_R, jnp.where(active_R, positions_R, 0), jnp.zeros(R, jnp.int32))
-    paging = Paging(table_RN, slots_R, rows, rows_per_slot=longest + 1)
-    drafts_R = _blocks(drafts, slots_R, models)
-    tokens_M = _row_tokens(anchors_R, drafts_R.tokens_BG, rows)
-    output = models.run_target(weights, tokens_M, state.cache, paging)
-    verified = accept(
-        weights, state, drafts, drafts_R, output.logits_BTV[0], paging, lengths_R, longest=longest, draw=draw
-    )
-    new_state = commit(weights, state, output, verified, active_R, paging, models=models)
-    return new_state, RoundResult(
-        tokens_RT=jnp.where(active_R[:, None], verified.tokens_BT, -1),
-        accepted_R=verified.accepted_B,
-        verified_R=lengths_R,
-        survival_RG=survival_RG,
-        confidence_logits_RG=drafts_R.confidence_logits_BG,
-        usable_R=drafts_R.usable_B,
-    )
-
-
-def _blocks(drafts: Drafts | None, slots_R: Array, models: Models) -> Drafts:
-    """The blocks of the step's requests but for their laws."""
-    R = len(slots_R)
+    else:
+        rows = Rows.ragged(positions_R, jnp.where(active_R, 1 + lengths_R, 0), num_rows)
     if drafts is None:
-        return Drafts.create(slots=R, block_len=models.block_len, vocab_size=0)
-    return at_slots(drafts.replace(probs_BGV=drafts.usable_B), slots_R)
-
-
-def _row_tokens(anchors_R: Array, tokens_RG: Array, rows: Rows) -> Array:
-    """What each row reads: the anchor, then the block's tokens."""
-    block_RT = jnp.concatenate([anchors_R[:, None], tokens_RG], axis=1)
-    return block_RT.at[rows.slots_M, rows.places_M].get(mode="clip")
+        drafts_R = Drafts.create(slots=R, block_len=block_len, vocab_size=0)
+    else:
+        drafts_R = at_slots(drafts.replace(probs_BGV=drafts.usable_B), slots_R)
+    block_RT = jnp.concatenate([anchors_R[:, None], drafts_R.tokens_BG], axis=1)
+    return Step(
+        paging=Paging(table_RN, slots_R, rows, rows_per_slot=longest + 1),
+        tokens_M=block_RT.at[rows.slots_M, rows.places_M].get(mode="clip"),
+        active_R=active_R,
+        lengths_R=lengths_R,
+        drafts_R=drafts_R,
+    )
 
 
 def accept(
     weights: Weights,
     state: EngineState,
     drafts: Drafts | None,
-    drafts_R: Drafts,
+    step: Step,
     logits_MV: Array,
-    paging: Paging,
-    lengths_R: Array,
     *,
     longest: int,
     draw: Draw,
 ) -> Verified:
     """Rejection sampling: which drafts stay, and the target's own token."""
+    paging, drafts_R, lengths_R = step.paging, step.drafts_R, step.lengths_R
     rows, slots_R = paging.rows, paging.slots_R
     R, G = drafts_R.tokens_BG.shape
     V = logits_MV.shape[1]
@@ -355,8 +399,7 @@ def commit(
     state: EngineState,
     output: TargetOutput,
     verified: Verified,
-    active_R: Array,
-    paging: Paging,
+    step: Step,
     *,
     models: Models,
 ) -> EngineState:
@@ -365,7 +408,8 @@ def commit(
     Rows of rejected tokens stay behind the new anchor's position: the next round overwrites them before
     anything attends to them.
     """
-    slots_R = jnp.where(active_R, paging.slots_R, len(state.active_B))
+    paging = step.paging
+    slots_R = jnp.where(step.active_R, paging.slots_R, len(state.active_B))
     positions_R, remaining_R, stops_RW = at_slots(
         (state.positions_B, state.remaining_B, state.stops_BW), slots_R
     )

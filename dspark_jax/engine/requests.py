@@ -142,6 +142,11 @@ class Request:
         """The current status; `move_to` changes it."""
         return self._status
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more can happen to it."""
+        return not TRANSITIONS[self._status]
+
     def move_to(self, status: Status) -> None:
         """Changes the status along `TRANSITIONS`."""
         if status not in TRANSITIONS[self._status]:

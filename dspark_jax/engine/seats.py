@@ -14,8 +14,8 @@ from dspark_jax.engine.requests import Request
 class Seat:
     """One stay of a request in a slot. A request that was preempted takes another seat when it comes back.
 
-    Whoever leaves a seat leaves it for good, so results name seats, never slots: nothing that arrives late can
-    reach the next request in the slot.
+    Whoever leaves a seat leaves it for good, so results name seats, never slots: nothing that arrives late
+    can reach the next request in the slot.
 
     Attributes:
       slot: which.

@@ -91,7 +91,7 @@ def verify_block(
       accept_keys_B: keys [B] of the acceptance tests.
       target_keys_B: keys [B] of the target's own token.
     """
-    batch, rows, vocabulary = target_probs_BTV.shape
+    _, rows, vocabulary = target_probs_BTV.shape
     block_len, num_verified = draft_ids_BG.shape[1], rows - 1
     if num_verified > block_len:
         raise InputError(
@@ -132,9 +132,7 @@ def accepted_prefix(p_BG: Array, q_BG: Array, uniforms_BG: Array, verify_len_B: 
     return jnp.sum(jnp.cumprod(kept_BG.astype(jnp.int32), axis=1), axis=1)
 
 
-def rejected_law(
-    q_BV: Array, rejected_B: Array, draft_to_target_V: Array | None, vocabulary: int
-) -> Array:
+def rejected_law(q_BV: Array, rejected_B: Array, draft_to_target_V: Array | None, vocabulary: int) -> Array:
     """The law of the draft token that was rejected, over the target's vocabulary; zeros where none was."""
     q_BV = jnp.where(rejected_B[:, None], q_BV, 0.0)
     if draft_to_target_V is None:
