@@ -360,7 +360,7 @@ def main(config: Load) -> None:
 
 
 if __name__ == "__main__":
-    if not jax.config.read("jax_compilation_cache_dir"):
+    if not jax.config.jax_compilation_cache_dir:
         home = Path.home() / ".cache" / "dspark_jax" / "compiled"
         jax.config.update("jax_compilation_cache_dir", str(home))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

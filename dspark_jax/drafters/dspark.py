@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -109,8 +109,10 @@ class DSpark:
     config: DSparkConfig
     dtype: DTypeLike = jnp.float32
 
-    context_in_pages: ClassVar[bool] = True
-    """All that is kept of a position lies in its page."""
+    @property
+    def context_in_pages(self) -> bool:
+        """All that is kept of a position lies in its page."""
+        return True
 
     @property
     def network(self) -> DSparkNetwork:
@@ -186,10 +188,9 @@ class DSpark:
         """The backbone alone: hidden states [B, G, D] of one block per request."""
         table_BN = (paging or Paging.whole(positions_B, 0)).table_RN
 
-        def attend(layer: int, *queries_keys_values: Array) -> Array:
-            queries, *own = queries_keys_values
-            pages = (context.keys_PKSH[layer], context.values_PKSH[layer])
-            return attend_blocks_paged(queries, *pages, table_BN, positions_B, *own)
+        def attend(layer: int, queries: Array, own_keys: Array, own_values: Array) -> Array:
+            keys, values = context.keys_PKSH[layer], context.values_PKSH[layer]
+            return attend_blocks_paged(queries, keys, values, table_BN, positions_B, own_keys, own_values)
 
         return self._blocks_hidden(params, shared, anchors_B, positions_B, attend)
 
@@ -241,8 +242,8 @@ class DSpark:
 def _attend_context(context: list, sees_BAS: Array) -> Callable[..., Array]:
     """Attention of A blocks per sequence to a context [B, K, S, H] per layer, as training has it."""
 
-    def attend(layer: int, *queries_keys_values: Array) -> Array:
-        queries, *own = queries_keys_values
-        return attend_blocks(queries, *context[layer], sees_BAS, *own)
+    def attend(layer: int, queries: Array, own_keys: Array, own_values: Array) -> Array:
+        keys, values = context[layer]
+        return attend_blocks(queries, keys, values, sees_BAS, own_keys, own_values)
 
     return attend

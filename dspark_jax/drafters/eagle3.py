@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import flax.struct
@@ -172,8 +172,10 @@ class Eagle3:
     config: Eagle3Config
     dtype: DTypeLike = jnp.float32
 
-    context_in_pages: ClassVar[bool] = True
-    """The last position alone is kept beside the pages."""
+    @property
+    def context_in_pages(self) -> bool:
+        """The last position alone is kept beside the pages."""
+        return True
 
     @property
     def feature_kernel(self) -> tuple[str, ...]:

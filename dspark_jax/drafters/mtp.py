@@ -15,7 +15,7 @@ Differs from engines that run DeepSeek's one published module on its own output:
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import flax.struct
@@ -191,8 +191,10 @@ class MTP:
     config: MTPConfig
     dtype: DTypeLike = jnp.float32
 
-    context_in_pages: ClassVar[bool] = False
-    """A position needs the outputs at the one before it."""
+    @property
+    def context_in_pages(self) -> bool:
+        """A position needs the outputs at the one before it, which no page has."""
+        return False
 
     @property
     def feature_kernel(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +18,7 @@ from dspark_jax.engine.requests import SamplingOptions
 from dspark_jax.engine.state import Admission, Drafts, EngineState, Weights
 from dspark_jax.speculation.sampling import Draw, SamplingParams
 
-Program = Callable
+Program = Callable[..., Any]
 
 
 class Programs:
@@ -68,25 +70,30 @@ class Programs:
             slot=0, start=0, num_tokens=1, is_last=True, anchor=-1, remaining=1, stop_ids=(), pages=()
         )
         tokens_np = np.zeros(bucket + 1, np.int32)
-        return self._program(("prefill", bucket), function, "state", self._state, tokens_np, admission)
+        arguments = (self._weights, self._state, tokens_np, admission)
+        return functools.partial(
+            self._program(("prefill", bucket), function, "state", *arguments), self._weights
+        )
 
     def draft(self, requests: int, draw: Draw) -> Program:
         """Drafts for so many requests."""
+        assert self.models.drafter is not None
         function = functools.partial(programs.draft, drafter=self.models.drafter, draw=draw)
-        arguments = (self._state, self._drafts, *self._places(requests))
-        return self._program(("draft", requests, draw), function, "drafts", *arguments)
+        arguments = (self._drafts, *self._places(requests))
+        # Hundreds of arrays that a program does not read would be handed to it all the same.
+        weights, state = (
+            dataclasses.replace(self._weights, target={}),
+            dataclasses.replace(self._state, cache=None),
+        )
+        program = self._program(("draft", requests, draw), function, "drafts", weights, state, *arguments)
+        return lambda state, *rest: program(weights, dataclasses.replace(state, cache=None), *rest)
 
     def select(self, requests: int) -> Program:
         """Chooses lengths for so many requests."""
         function = functools.partial(programs.select, scheduler=self.config.policy)
         G = self.models.block_len
-
-        def without_weights(weights, *arguments):
-            del weights
-            return function(*arguments)
-
         arguments = (
-            self._state,
+            self._state.active_B,
             self._drafts,
             self._places(requests)[0],
             np.zeros(requests, bool),
@@ -94,7 +101,8 @@ class Programs:
             np.zeros(requests * G + 1, np.float32),
             np.ones(G, np.float32),
         )
-        return self._program(("select", requests), without_weights, None, *arguments)
+        program = self._program(("select", requests), function, None, *arguments)
+        return lambda state, *rest: program(state.active_B, *rest)
 
     def verify(self, requests: int, rows: int, draw: Draw) -> Program:
         """Verifies so many rows of so many requests; as many rows as requests is plain decoding."""
@@ -108,26 +116,27 @@ class Programs:
         )
         G = self.models.block_len
         arguments = (
+            self._weights,
             self._state,
             None if plain else self._drafts,
             *self._places(requests),
             np.zeros(requests, np.int32),
             np.zeros((requests, G), np.float32),
         )
-        return self._program(("verify", requests, rows, draw), function, "state", *arguments)
+        program = self._program(("verify", requests, rows, draw), function, "state", *arguments)
+        return functools.partial(program, self._weights)
 
     def copy_page(self) -> Program:
         """Copies one page of target and drafter onto another."""
 
-        def copy(weights, state: EngineState, source, onto) -> EngineState:
-            del weights
+        def copy(state: EngineState, source, onto) -> EngineState:
             num_pages = state.cache.keys_PKSH[0].shape[0]
 
             def copied(x):
                 return x.at[onto].set(x[source]) if x.ndim == 4 and x.shape[0] == num_pages else x
 
             cache, context = jax.tree.map(copied, (state.cache, state.context))
-            return state.replace(cache=cache, context=context)
+            return dataclasses.replace(state, cache=cache, context=context)
 
         return self._program(("copy",), copy, "state", self._state, np.int32(0), np.int32(0))
 
@@ -149,18 +158,17 @@ class Programs:
         stops_np = np.full(self.config.num_stops, -1, np.int32)
         known = sorted(stop_ids)[: self.config.num_stops]
         stops_np[: len(known)] = known
-        return Admission(
-            slot=np.int32(slot),
-            start=np.int32(start),
-            num_tokens=np.int32(num_tokens),
-            is_last=np.bool_(is_last),
-            anchor=np.int32(anchor),
-            remaining=np.int32(remaining),
-            stops_W=stops_np,
-            key_1=request_key(sampling.seed)[None],
-            sampling_1=sampling_row(sampling),
-            table_1N=self.tables([pages], 1),
-        )
+        arrays: dict[str, Any] = {
+            "slot": np.int32(slot),
+            "start": np.int32(start),
+            "num_tokens": np.int32(num_tokens),
+            "is_last": np.bool_(is_last),
+            "anchor": np.int32(anchor),
+            "remaining": np.int32(remaining),
+            "stops_W": stops_np,
+            "table_1N": self.tables([pages], 1),
+        }
+        return Admission(**arrays, key_1=request_key(sampling.seed)[None], sampling_1=sampling_row(sampling))
 
     def tables(self, pages, requests: int) -> np.ndarray:
         """Page tables [R, N] of requests that hold these pages."""
@@ -176,16 +184,17 @@ class Programs:
         if name not in self.compiled:
             start_s = time.perf_counter()
             jitted = jax.jit(function, donate_argnames=donated)
-            self.compiled[name] = jitted.lower(self._weights, *args).compile()
+            self.compiled[name] = jitted.lower(*args).compile()
             self.compile_s += time.perf_counter() - start_s
-        return functools.partial(self.compiled[name], self._weights)
+        return self.compiled[name]
 
 
 def sampling_row(options: SamplingOptions) -> SamplingParams:
     """The parameters of one request, [1] each."""
-    return SamplingParams(
-        temperature_B=np.array([options.temperature], np.float32),
-        top_k_B=np.array([options.top_k], np.int32),
-        top_p_B=np.array([options.top_p], np.float32),
-        min_p_B=np.array([options.min_p], np.float32),
-    )
+    arrays: dict[str, Any] = {
+        "temperature_B": np.array([options.temperature], np.float32),
+        "top_k_B": np.array([options.top_k], np.int32),
+        "top_p_B": np.array([options.top_p], np.float32),
+        "min_p_B": np.array([options.min_p], np.float32),
+    }
+    return SamplingParams(**arrays)

@@ -86,6 +86,11 @@ class EngineConfig:
                 multiples = (*(m for m in ROWS_PER_REQUEST if m <= block_len), 1 + block_len)
         return tuple(sorted({math.ceil(requests * m) for m in multiples}))
 
+    @property
+    def decides_on_device(self) -> bool:
+        """Whether lengths depend on what the drafter says."""
+        return not isinstance(self.policy, FullBlock | FixedLength)
+
     def longest(self, block_len: int) -> int:
         """Most drafted tokens of a request that are ever verified."""
         return self.policy.length if isinstance(self.policy, FixedLength) else block_len

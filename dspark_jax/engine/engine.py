@@ -135,7 +135,7 @@ class Engine:
                     self._programs.verify(requests, rows, draw)
                 if G:
                     self._programs.draft(requests, draw)
-            if G:
+            if G and self.config.decides_on_device:
                 self._programs.select(requests)
         for bucket in self.config.prefill_buckets if prompt_buckets is None else prompt_buckets:
             self._programs.prefill(bucket)
@@ -218,7 +218,6 @@ class Engine:
         """Admits what fits, dispatches prompts and a round; returns the requests that came to their end."""
         self._allocate()
         self._admit()
-        self._prefill()
         dispatched, finished = self._round()
         return finished + self._read(LOOKAHEAD if dispatched else 0)
 
@@ -243,6 +242,8 @@ class Engine:
     # Admission: a slot, and pages for the whole prompt.
 
     def _admit(self) -> None:
+        """Seats who fits; each prompt is dispatched before the next one looks for a prefix to share."""
+        left = self._prefill(self.config.prefill_tokens)
         for slot, occupant in enumerate(self._seats):
             if occupant is None and self._queue:
                 seat = self._seat(slot, self._queue[0])
@@ -252,6 +253,7 @@ class Engine:
                 seat.request.move_to(Status.PREFILLING)
                 self._seats[slot] = seat
                 self._planner.forget(slot)
+                left = self._prefill(left)
 
     def _seat(self, slot: int, request: Request) -> Seat | None:
         """A seat with pages for the prompt, or None while there are not enough."""
@@ -300,15 +302,16 @@ class Engine:
 
     # Prompts, in chunks between the rounds.
 
-    def _prefill(self) -> None:
-        left = self.config.prefill_tokens
+    def _prefill(self, left: int) -> int:
+        """Dispatches chunks of at most `left` tokens in all; returns how many are left after them."""
         waiting = [s for s in self._seats if s is not None and s.request.status is Status.PREFILLING]
         for seat in sorted(waiting, key=lambda seat: seat.number):
             for start, count, bucket in self.config.chunks(seat.prefilled, len(seat.tokens)):
-                if left < min(count, self.config.prefill_buckets[-1]):
-                    return
+                if left < min(count, self.config.prefill_tokens):
+                    return left
                 left -= bucket
                 self._dispatch_chunk(seat, start, count, bucket)
+        return left
 
     def _dispatch_chunk(self, seat: Seat, start: int, count: int, bucket: int) -> None:
         request, end = seat.request, start + count
@@ -364,17 +367,20 @@ class Engine:
         if drafted_np.any():
             in_step_np = np.zeros(R, bool)
             in_step_np[: len(seats)] = drafted_np
-            lengths_R, survival_RG = self._programs.select(R)(
-                self._state,
-                self._drafts,
-                slots_np,
-                in_step_np,
-                np.int32(budget or 0),
-                self._planner.round_ms(R, len(seats), min(context, self.config.max_context)),
-                self._temperatures_np,
-            )
-            if budget is None:
-                budget = int(np.asarray(lengths_R).sum())
+            if self.config.decides_on_device:
+                lengths_R, survival_RG = self._programs.select(R)(
+                    self._state,
+                    self._drafts,
+                    slots_np,
+                    in_step_np,
+                    np.int32(budget or 0),
+                    self._planner.round_ms(R, len(seats), min(context, self.config.max_context)),
+                    self._temperatures_np,
+                )
+                if budget is None:
+                    budget = int(np.asarray(lengths_R).sum())
+            else:
+                lengths_R = in_step_np * np.int32(self.config.longest(G))
         assert budget is not None
         rows = self._planner.rows(R, len(seats), budget)
         plain = rows == R
@@ -473,4 +479,5 @@ class Engine:
                 request.mode = Mode.FALLBACK_AR
             request.emit(committed)
         usable_np = item.drafted_np & ~unusable_np & kept_np
-        self._planner.note([s.slot for s in item.seats], usable_np, result.survival_RG[: len(item.seats)])
+        survival_np = np.asarray(result.survival_RG[: len(item.seats)])
+        self._planner.note([seat.slot for seat in item.seats], usable_np, survival_np)

@@ -60,7 +60,8 @@ class Bench:
         config, R = self._programs.config, shape.requests
         slots = np.arange(config.slots)
         self._state = jax.block_until_ready(
-            self._state.replace(
+            dataclasses.replace(
+                self._state,
                 positions_B=jax.numpy.full(config.slots, shape.context - 1, np.int32),
                 active_B=jax.numpy.asarray(slots < R),
                 remaining_B=jax.numpy.full(config.slots, 2**30, np.int32),

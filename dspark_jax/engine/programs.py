@@ -202,7 +202,7 @@ def draft(
 
 
 def select(
-    state: EngineState,
+    active_B: Array,
     drafts: Drafts,
     slots_R: Array,
     drafted_R: Array,
@@ -215,7 +215,7 @@ def select(
     """How many tokens of each request's block to verify.
 
     Args:
-      state: the slots.
+      active_B: slots whose request has not come to its end.
       drafts: their latest blocks.
       slots_R: the requests of the step.
       drafted_R: which of them drafted in this round.
@@ -228,9 +228,9 @@ def select(
       (lengths int32 [R], survival [R, G]).
     """
     confidence_RG, usable_R, active_R = at_slots(
-        (drafts.confidence_logits_BG, drafts.usable_B, state.active_B), slots_R
+        (drafts.confidence_logits_BG, drafts.usable_B, active_B), slots_R
     )
-    active_R &= slots_R < len(state.active_B)
+    active_R &= slots_R < len(active_B)
     ready_R = drafted_R & usable_R & active_R
     survival_RG = predicted_survival(confidence_RG, temperatures_G)
     match scheduler:
@@ -329,16 +329,17 @@ def lay_out(
     R = len(slots_R)
     anchors_R, positions_R, active_R = at_slots((state.anchors_B, state.positions_B, state.active_B), slots_R)
     active_R &= slots_R < len(state.active_B)
-    lengths_R = jnp.where(active_R, lengths_R, 0)
+    if drafts is None:
+        drafts_R = Drafts.create(slots=R, block_len=block_len, vocab_size=0)
+    else:
+        drafts_R = at_slots(dataclasses.replace(drafts, probs_BGV=drafts.usable_B), slots_R)
+    # No law can be computed with numbers that are none: such a block is not verified, whoever wants it.
+    lengths_R = jnp.where(active_R & drafts_R.usable_B, lengths_R, 0)
     if longest == 0:  # every request stands on its own row, whether active or not
         requests_R = jnp.where(active_R, jnp.arange(R), R)
         rows = Rows(requests_R, jnp.where(active_R, positions_R, 0), jnp.zeros(R, jnp.int32))
     else:
         rows = Rows.ragged(positions_R, jnp.where(active_R, 1 + lengths_R, 0), num_rows)
-    if drafts is None:
-        drafts_R = Drafts.create(slots=R, block_len=block_len, vocab_size=0)
-    else:
-        drafts_R = at_slots(drafts.replace(probs_BGV=drafts.usable_B), slots_R)
     block_RT = jnp.concatenate([anchors_R[:, None], drafts_R.tokens_BG], axis=1)
     return Step(
         paging=Paging(table_RN, slots_R, rows, rows_per_slot=longest + 1),
@@ -425,7 +426,7 @@ def commit(
             jnp.maximum(next_M, 0),
             positions_R,
             verified.num_committed_B,
-            paging.replace(slots_R=slots_R),
+            dataclasses.replace(paging, slots_R=slots_R),
         )
     emitted_R, ended_R = _ending(verified.tokens_BT, remaining_R, stops_RW)
     old = (state.anchors_B, state.positions_B, state.remaining_B, state.active_B)

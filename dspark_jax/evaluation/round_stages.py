@@ -6,6 +6,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,7 @@ class RoundStages:
         self._plain = Programs(plain_models, config, weights)
         G = models.block_len
         table_np = np.arange(config.pages_per_slot(G))[None].astype(np.int32)
+        places: Any
         self._places = places = (np.zeros(1, np.int32), table_np)
         shapes = {"block_len": G, "num_rows": 1 + G, "longest": G}
 

@@ -15,7 +15,7 @@ import pytest
 from dspark_jax.core.keys import request_key
 from dspark_jax.engine import programs
 from dspark_jax.speculation.sampling import Draw, SamplingParams
-from dspark_jax.speculation.schedule import Algorithm1, Lagged
+from dspark_jax.speculation.schedule import Algorithm1, Lagged, algorithm1
 from dspark_jax.speculation.verify_length import ConfidenceThreshold, FixedLength, FullBlock
 from dspark_jax.testing.reference import reference_distribution
 from dspark_jax.testing.statistics import chi_square_p_value
@@ -57,7 +57,6 @@ def draw_two_tokens(toy, name: str, policy) -> np.ndarray:
     engine.submit(request)
     engine._allocate()
     engine._admit()
-    engine._prefill()
 
     def for_every_draw(value: float, option: str) -> jax.Array:
         return jnp.repeat(jnp.asarray([given.get(option, value) for given in OPTIONS]), DRAWS)
@@ -144,19 +143,40 @@ def q_before_the_head(weights, state, drafts, *places, drafter, draw, right=prog
     )
 
 
-def cut_where_tokens_look_bad(state, drafts, slots_R, *rest, scheduler, right=programs.select):
+def cut_where_tokens_look_bad(active_B, drafts, slots_R, *rest, scheduler, right=programs.select):
     """Decides after the draw: verifies token k only if it is token 0, 1 or 2."""
-    lengths_R, survival_RG = right(state, drafts, slots_R, *rest, scheduler=scheduler)
+    lengths_R, survival_RG = right(active_B, drafts, slots_R, *rest, scheduler=scheduler)
     good_RG = jnp.cumprod(drafts.tokens_BG[slots_R] < 3, axis=1)
     return jnp.minimum(lengths_R, good_RG.sum(axis=1)), survival_RG
 
 
-def retrospective(state, drafts, slots_R, *rest, scheduler, right=programs.select):
-    """Spec section 8: each request takes the best length for the survivals of this very round."""
-    _, survival_RG = right(state, drafts, slots_R, *rest, scheduler=scheduler)
+# Spec section 8's counterexample: how confident the drafter is of x_2 depends on what x_1 turned out to be.
+SPEEDS = jnp.array([1.0, 0.5, 0.45, 0.4])
+
+
+def survivals_of_the_counterexample(drafts, slots_R):
+    second_R = jnp.where(drafts.tokens_BG[slots_R, 0] < 2, 0.9, 0.0)
+    return jnp.stack([jnp.full(second_R.shape, 0.8), 0.8 * second_R, jnp.zeros(second_R.shape)], axis=1)
+
+
+def retrospective(active_B, drafts, slots_R, *rest, scheduler):
+    """Each request takes the best length for the survivals of this very round."""
+    survival_RG = survivals_of_the_counterexample(drafts, slots_R)
     expected_RT = 1 + jnp.pad(jnp.cumsum(survival_RG, axis=1), ((0, 0), (1, 0)))
-    cost_T = 1 + 0.45 * jnp.arange(expected_RT.shape[1])
-    return jnp.argmax(expected_RT / cost_T, axis=1).astype(jnp.int32), survival_RG
+    return jnp.argmax(expected_RT * SPEEDS, axis=1).astype(jnp.int32), survival_RG
+
+
+def stopping_early(active_B, drafts, slots_R, *rest, scheduler):
+    """Algorithm 1 on the same survivals, for each request on its own."""
+    survival_RG = survivals_of_the_counterexample(drafts, slots_R)
+    alone = jax.vmap(lambda survival_G: algorithm1(survival_G[None], jnp.ones(1, bool), 1, 1 / SPEEDS)[0])
+    return alone(survival_RG), survival_RG
+
+
+def test_an_early_stop_is_no_bias_where_a_later_look_is_one(toy, monkeypatch):
+    monkeypatch.setattr(programs, "select", stopping_early)
+
+    assert min(p_values(toy, draw_two_tokens(toy, "markov", FullBlock()))) > FALSE_ALARM_RATE
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from dspark_jax.speculation.sampling import Draw
 from dspark_jax.speculation.schedule import Lagged
 from dspark_jax.speculation.verify_length import ConfidenceThreshold, FixedLength, FullBlock
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 @contextlib.contextmanager
 def compilations(caplog) -> Iterator[list[str]]:
