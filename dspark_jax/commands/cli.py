@@ -37,6 +37,7 @@ COMMANDS = {
     "report": ("report", "Report", "one HTML file with tables and figures of any results, runs side by side"),
     "compare": ("compare", "Compare", "train drafters on one budget, evaluate them alike, compare them"),
     "calibrate": ("calibrate", "Calibrate", "make predicted survival come true, and see how far it is off"),
+    "profile": ("profile", "Profile", "measure what a round costs on this machine: the scheduler's prices"),
     "convert": ("convert", "Convert", "write a drafter in the format of another project, or in ours"),
     "verify-golden": (
         "verify_golden",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
@@ -9,7 +11,6 @@ from jax.typing import DTypeLike
 
 from dspark_jax.nn.block import TransformerLayer
 from dspark_jax.nn.config import BlockConfig
-from dspark_jax.nn.context_attention import Interval, attend_context
 from dspark_jax.nn.layers import Linear, RMSNorm
 from dspark_jax.nn.rope import rope_angles
 
@@ -38,23 +39,20 @@ class Backbone(nn.Module):
 
     def __call__(
         self,
-        embedded_BAGD: Array,
-        positions_BAG: Array,
-        context: list[tuple[Array, Array]],
-        sees: Interval | Array,
+        embedded: Array,
+        positions: Array,
+        attend: Callable[[int, Array, Array, Array], Array],
     ) -> Array:
-        """Hidden states [B, A, G, D] after the final norm.
+        """Hidden states [..., G, D] after the final norm.
 
         Args:
-          embedded_BAGD: embeddings of [anchor, MASK, ...].
-          positions_BAG: their positions, anchor + 0..G-1.
-          context: per layer, keys and values [B, K, S, H].
-          sees: context positions strictly before the block's anchor: intervals or a mask [B, A, S].
+          embedded: embeddings [..., G, D] of [anchor, MASK, ...].
+          positions: their positions [..., G], anchor + 0..G-1.
+          attend: (layer, queries [..., G, N, H], keys and values [..., G, K, H] of the blocks) -> mixed
+            values: a block's rows see the context strictly before its anchor, and each other.
         """
-        angles = rope_angles(self.config.rope, self.config.head_dim, positions_BAG)
-        x_BAGD = embedded_BAGD.astype(jnp.float32)
-        for layer, (keys_BKSH, values_BKSH) in zip(self.layers, context, strict=True):
-            q_BAGNH, own_keys, own_values = layer.queries_keys_values(x_BAGD, angles)
-            mixed = attend_context(q_BAGNH, keys_BKSH, values_BKSH, sees, own_keys, own_values)
-            x_BAGD = layer.output(x_BAGD, mixed)
-        return self.final_norm(x_BAGD)
+        angles = rope_angles(self.config.rope, self.config.head_dim, positions)
+        x = embedded.astype(jnp.float32)
+        for number, layer in enumerate(self.layers):
+            x = layer.output(x, attend(number, *layer.queries_keys_values(x, angles)))
+        return self.final_norm(x)

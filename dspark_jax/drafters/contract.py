@@ -16,13 +16,14 @@ from jax.typing import DTypeLike
 
 from dspark_jax.nn.config import BlockConfig, TokenScaling
 from dspark_jax.nn.layers import embed, project, soft_cap
+from dspark_jax.nn.paged_cache import Paging
 
 if TYPE_CHECKING:  # blocks give TrainingRows
     from dspark_jax.drafters.blocks import Blocks
 
 Params = dict[str, Any]
 Context = Any
-"""What a drafter keeps of the committed tokens: a pytree of its own, every array of it [B, ...]."""
+"""What a drafter keeps of the committed tokens: a pytree of its own, of pages [P, ...] and slots [B, ...]."""
 Sampler = Callable[[Array, Array], tuple[Array, Array]]
 """(logits [B, V], row number k) -> (sampled draft ids [B], the probabilities [B, V] they were drawn from)."""
 
@@ -178,12 +179,17 @@ class Drafter(Protocol):
         """Path of the kernel [C D, D] that multiplies the raw features; None where a norm comes first."""
         ...
 
+    @property
+    def context_in_pages(self) -> bool:
+        """Whether a prompt may be continued from pages that another request has filled."""
+        ...
+
     def init(self, key: Array) -> Params:
         """Fresh parameters, boxed with their logical axes."""
         ...
 
-    def create_context(self, *, batch: int, length: int) -> Context:
-        """Empty context for `batch` requests of at most `length` positions."""
+    def create_context(self, *, slots: int, num_pages: int, page_len: int) -> Context:
+        """Empty context for `slots` requests, in `num_pages` pages of `page_len` positions."""
         ...
 
     def extend_context(
@@ -196,8 +202,9 @@ class Drafter(Protocol):
         next_tokens_BT: Array,
         start_B: Array,
         num_rows_B: Array,
+        paging: Paging | None = None,
     ) -> Context:
-        """Takes in T rows of the target from position start_B on.
+        """Takes in T rows of the target from position start_B on, or M rows wherever they stand.
 
         The rows behind the first `num_rows_B` are padding or rejected: later calls start before them, and
         they leave no trace.
@@ -208,8 +215,10 @@ class Drafter(Protocol):
           context: what was committed before; the positions before start_B.
           features_BTCD: the target's features.
           next_tokens_BT: the committed token AFTER each row; behind the last committed row the new anchor.
-          start_B: position of the first row.
-          num_rows_B: committed rows, at least 1.
+          start_B: position of each request's first row.
+          num_rows_B: committed rows of each request, at least 1.
+          paging: whose the rows are; the arrays of rows are then [1, M, ...]. None: every request has one
+            page.
         """
         ...
 
@@ -221,8 +230,12 @@ class Drafter(Protocol):
         anchors_B: Array,
         positions_B: Array,
         sampler: Sampler,
+        paging: Paging | None = None,
     ) -> DraftBlock:
-        """Proposes G tokens after the anchor tokens anchors_B at positions_B, where the context ends."""
+        """Proposes G tokens after the anchor tokens anchors_B at positions_B, where the context ends.
+
+        `paging` says which requests these are; without it every request has one page.
+        """
         ...
 
     def training_context(

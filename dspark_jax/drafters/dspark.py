@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -18,9 +19,10 @@ from dspark_jax.drafters.config import DSparkConfig
 from dspark_jax.drafters.contract import DraftBlock, Params, Sampler, SharedWeights, TrainingRows
 from dspark_jax.drafters.heads import make_head
 from dspark_jax.drafters.training_view import TrainingView
-from dspark_jax.nn.context_attention import Interval
-from dspark_jax.nn.kv_cache import KVCache, write_rows
+from dspark_jax.nn.context_attention import Interval, attend_context
+from dspark_jax.nn.kv_cache import KVCache
 from dspark_jax.nn.layers import project
+from dspark_jax.nn.paged_cache import Paging, attend_blocks_paged
 
 
 class DSparkNetwork(nn.Module):
@@ -44,11 +46,9 @@ class DSparkNetwork(nn.Module):
         """Per layer, context keys and values [B, T, K, H]."""
         return self.backbone.context_rows(features_BTCD, positions_BT)
 
-    def block_hidden(
-        self, embedded_BAGD: Array, positions_BAG: Array, context, sees: Interval | Array
-    ) -> Array:
-        """Hidden states [B, A, G, D]."""
-        return self.backbone(embedded_BAGD, positions_BAG, context, sees)
+    def block_hidden(self, embedded: Array, positions: Array, attend: Callable[..., Array]) -> Array:
+        """Hidden states [..., G, D]."""
+        return self.backbone(embedded, positions, attend)
 
     def confidence_logits(self, hidden: Array, prev: Array) -> Array:
         """Logits [...] for hidden states [..., D] and the tokens before them; zeros without the head."""
@@ -94,7 +94,8 @@ class DSparkNetwork(nn.Module):
         rows = self.context_rows(features_BTCD, jnp.zeros(features_BTCD.shape[:2], jnp.int32))
         context = [(k.swapaxes(1, 2), v.swapaxes(1, 2)) for k, v in rows]
         sees = jnp.ones((*prev_BAG.shape[:2], features_BTCD.shape[1]), bool)
-        return self.teacher_forced(self.block_hidden(embedded_BAGD, positions, context, sees), prev_BAG)
+        hidden = self.block_hidden(embedded_BAGD, positions, _attend_context(context, sees))
+        return self.teacher_forced(hidden, prev_BAG)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +109,11 @@ class DSpark(TrainingView):
 
     config: DSparkConfig
     dtype: DTypeLike = jnp.float32
+
+    @property
+    def context_in_pages(self) -> bool:
+        """All that is kept of a position lies in its page."""
+        return True
 
     @property
     def network(self) -> DSparkNetwork:
@@ -131,10 +137,13 @@ class DSpark(TrainingView):
         variables: Any = self.network.init(key, features, embedded, prev, method="touch")
         return variables["params"]
 
-    def create_context(self, *, batch: int, length: int) -> KVCache:
-        """Empty context for `batch` requests of at most `length` positions."""
+    def create_context(self, *, slots: int, num_pages: int, page_len: int) -> KVCache:
+        """Empty pages; nothing is kept beside them."""
+        del slots
         c = self.config
-        return KVCache.create([c.block] * c.num_layers, batch=batch, length=length, dtype=self.dtype)
+        return KVCache.create(
+            [c.block] * c.num_layers, num_pages=num_pages, page_len=page_len, dtype=self.dtype
+        )
 
     def extend_context(
         self,
@@ -146,14 +155,13 @@ class DSpark(TrainingView):
         next_tokens_BT: Array,
         start_B: Array,
         num_rows_B: Array,
+        paging: Paging | None = None,
     ) -> KVCache:
-        """Writes the context rows of T positions from start_B on; the tokens do not matter."""
-        positions_BT = start_B[:, None] + jnp.arange(features_BTCD.shape[1])
+        """Writes the context rows of these positions; the tokens do not matter."""
+        paging = paging or Paging.whole(start_B, next_tokens_BT.shape[1])
+        positions_BT = paging.rows.positions_M.reshape(next_tokens_BT.shape)
         rows = self._apply(params, "context_rows", features_BTCD, positions_BT)
-        return KVCache(
-            tuple(write_rows(old, k, start_B) for old, (k, _) in zip(context.keys_BKSH, rows, strict=True)),
-            tuple(write_rows(old, v, start_B) for old, (_, v) in zip(context.values_BKSH, rows, strict=True)),
-        )
+        return context.extended(rows, paging)
 
     def draft(
         self,
@@ -163,35 +171,38 @@ class DSpark(TrainingView):
         anchors_B: Array,
         positions_B: Array,
         sampler: Sampler,
+        paging: Paging | None = None,
     ) -> DraftBlock:
         """Proposes G tokens after the anchor tokens anchors_B at positions_B."""
-        hidden_BGD = self.block_hidden(params, shared, context, anchors_B, positions_B)
+        hidden_BGD = self.block_hidden(params, shared, context, anchors_B, positions_B, paging)
         return self._apply(params, "sample_block", hidden_BGD, shared, anchors_B, sampler)
 
     def block_hidden(
-        self, params: Params, shared: SharedWeights, context: KVCache, anchors_B: Array, positions_B: Array
-    ) -> Array:
-        """The backbone alone: hidden states [B, G, D] of one block per request."""
-        pairs = list(zip(context.keys_BKSH, context.values_BKSH, strict=True))
-        sees_B1S = jnp.arange(context.length) < positions_B[:, None, None]
-        return self._blocks_hidden(params, shared, pairs, anchors_B[:, None], positions_B[:, None], sees_B1S)[
-            :, 0
-        ]
-
-    def _blocks_hidden(
         self,
         params: Params,
         shared: SharedWeights,
-        context,
-        anchors_BA: Array,
-        positions_BA: Array,
-        sees: Interval | Array,
+        context: KVCache,
+        anchors_B: Array,
+        positions_B: Array,
+        paging: Paging | None = None,
     ) -> Array:
-        """Hidden states [B, A, G, D] of the rows that predict; anchors_BA are tokens."""
+        """The backbone alone: hidden states [B, G, D] of one block per request."""
+        table_BN = (paging or Paging.whole(positions_B, 0)).table_RN
+
+        def attend(layer: int, queries: Array, own_keys: Array, own_values: Array) -> Array:
+            keys, values = context.keys_PKSH[layer], context.values_PKSH[layer]
+            return attend_blocks_paged(queries, keys, values, table_BN, positions_B, own_keys, own_values)
+
+        return self._blocks_hidden(params, shared, anchors_B, positions_B, attend)
+
+    def _blocks_hidden(
+        self, params: Params, shared: SharedWeights, anchors: Array, positions: Array, attend
+    ) -> Array:
+        """Hidden states [..., G, D] of the rows that predict, for anchor tokens [...] at positions [...]."""
         c = self.config
-        inputs = jnp.full((*anchors_BA.shape, c.block_rows), c.mask_token).at[..., 0].set(anchors_BA)
-        positions = positions_BA[..., None] + jnp.arange(c.block_rows)
-        hidden = self._apply(params, "block_hidden", shared.embed(inputs), positions, context, sees)
+        inputs = jnp.full((*anchors.shape, c.block_rows), c.mask_token).at[..., 0].set(anchors)
+        positions = positions[..., None] + jnp.arange(c.block_rows)
+        hidden = self._apply(params, "block_hidden", shared.embed(inputs), positions, attend)
         return hidden[..., -c.block_len :, :]
 
     def training_context(
@@ -212,14 +223,9 @@ class DSpark(TrainingView):
         self, params: Params, shared: SharedWeights, context: list[tuple[Array, Array]], blocks: Blocks
     ) -> TrainingRows:
         """The predictions of some blocks under teacher forcing."""
-        hidden = self._blocks_hidden(
-            params,
-            shared,
-            context,
-            blocks.prev_BAG[..., 0],
-            blocks.positions_BAG[..., 0],
-            blocks.context,
-        )
+        anchors_BA, positions_BA = blocks.prev_BAG[..., 0], blocks.positions_BAG[..., 0]
+        attend = _attend_context(context, blocks.context)
+        hidden = self._blocks_hidden(params, shared, anchors_BA, positions_BA, attend)
         latents, w2, confidence = self._apply(params, "teacher_forced", hidden, blocks.prev_BAG)
         return blocks.rows(
             hidden,
@@ -228,3 +234,13 @@ class DSpark(TrainingView):
             w2_RV=w2,
             confidence_logits_BAG=None if self.config.confidence is None else confidence,
         )
+
+
+def _attend_context(context: list[tuple[Array, Array]], sees: Interval | Array) -> Callable[..., Array]:
+    """Attention of A blocks per sequence to a context [B, K, S, H] per layer, as training has it."""
+
+    def attend(layer: int, queries: Array, own_keys: Array, own_values: Array) -> Array:
+        keys, values = context[layer]
+        return attend_context(queries, keys, values, sees, own_keys, own_values)
+
+    return attend

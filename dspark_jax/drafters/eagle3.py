@@ -14,6 +14,8 @@ With the mask moved on by two tokens both give the same loss and gradients (`eva
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -29,8 +31,9 @@ from dspark_jax.drafters.contract import DraftBlock, Params, Sampler, SharedWeig
 from dspark_jax.drafters.training_view import TrainingView
 from dspark_jax.nn.block import TransformerLayer
 from dspark_jax.nn.context_attention import Interval, attend_context
-from dspark_jax.nn.kv_cache import KVCache, write_rows
+from dspark_jax.nn.kv_cache import KVCache
 from dspark_jax.nn.layers import Linear, RMSNorm
+from dspark_jax.nn.paged_cache import Paging, attend_blocks_paged
 from dspark_jax.nn.rope import rope_angles
 
 
@@ -39,8 +42,8 @@ class Eagle3Context:
     """What is known of the committed tokens.
 
     Attributes:
-      cache: keys and values of the pairs (feature i, token i + 1), pair i at index i.
-      hidden_BD: projection of the last committed feature, from which a block starts.
+      cache: keys and values of the pairs (feature i, token i + 1), pair i at position i.
+      hidden_BD: projection of the last committed feature of every slot, from which a block starts.
     """
 
     cache: KVCache
@@ -60,6 +63,18 @@ class Chains:
     hidden_BAD: Array
     keys_BAGKH: Array
     values_BAGKH: Array
+
+
+Attention = Callable[[Array, Array, Array, Array], Array]
+"""(queries [B, A, 1, N, H], keys and values [B, A, G, K, H] of the block, which of them exist) -> mixed."""
+
+
+def _attend_context(
+    keys_BKSH: Array, values_BKSH: Array, sees: Interval | Array, queries: Array, *own: Array
+) -> Array:
+    """`Attention` to a context that lies in one piece, as training has it."""
+    keys, values, seen_G = own
+    return attend_context(queries, keys_BKSH, values_BKSH, sees, keys, values, seen_G)
 
 
 class Eagle3Layer(TransformerLayer):
@@ -101,9 +116,7 @@ class Eagle3Network(nn.Module):
         embedded_BAD: Array,
         positions_BA: Array,
         slot: Array,
-        keys_BKSH: Array,
-        values_BKSH: Array,
-        sees: Interval | Array,
+        attend: Attention,
     ) -> tuple[Chains, Array]:
         """One step of every block.
 
@@ -112,9 +125,7 @@ class Eagle3Network(nn.Module):
           embedded_BAD: embeddings of the tokens that the step reads.
           positions_BA: where it stands.
           slot: its number.
-          keys_BKSH: keys of the context.
-          values_BKSH: values of the context.
-          sees: context positions that a block sees: intervals or a mask [B, A, S].
+          attend: attention to the context and to the steps so far.
 
         Returns:
           (the blocks after it, inputs [B, A, D] of the LM head).
@@ -132,7 +143,7 @@ class Eagle3Network(nn.Module):
         own_keys, own_values = put(chains.keys_BAGKH, own_keys), put(chains.values_BAGKH, own_values)
         seen_G = jnp.arange(self.config.block_len) <= slot
         queries = layer.attention.queries(pair_BA1X, angles)
-        mixed = attend_context(queries, keys_BKSH, values_BKSH, sees, own_keys, own_values, seen_G)
+        mixed = attend(queries, own_keys, own_values, seen_G)
         hidden_BAD = layer.output(chains.hidden_BAD, mixed[:, :, 0])
         return Chains(hidden_BAD, own_keys, own_values), self.final_norm(hidden_BAD)
 
@@ -149,7 +160,8 @@ class Eagle3Network(nn.Module):
         keys, values = (x.swapaxes(1, 2) for x in pair)
         sees = jnp.ones((*positions_BT.shape, keys.shape[2]), bool)
         first = jnp.zeros((), jnp.int32)
-        return self.step(self.empty_chains(hidden), embedded_BTD, positions_BT, first, keys, values, sees)
+        attend = functools.partial(_attend_context, keys, values, sees)
+        return self.step(self.empty_chains(hidden), embedded_BTD, positions_BT, first, attend)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +175,11 @@ class Eagle3(TrainingView):
 
     config: Eagle3Config
     dtype: DTypeLike = jnp.float32
+
+    @property
+    def context_in_pages(self) -> bool:
+        """The last position alone is kept beside the pages."""
+        return True
 
     @property
     def feature_kernel(self) -> tuple[str, ...]:
@@ -179,12 +196,12 @@ class Eagle3(TrainingView):
         variables: Any = Eagle3Network(c, self.dtype).init(key, features, embedded, method="touch")
         return variables["params"]
 
-    def create_context(self, *, batch: int, length: int) -> Eagle3Context:
-        """Empty context for `batch` requests of at most `length` positions."""
+    def create_context(self, *, slots: int, num_pages: int, page_len: int) -> Eagle3Context:
+        """Empty pages and slots."""
         block = self.config.block
         return Eagle3Context(
-            cache=KVCache.create([block], batch=batch, length=length, dtype=self.dtype),
-            hidden_BD=jnp.zeros((batch, block.width)),
+            cache=KVCache.create([block], num_pages=num_pages, page_len=page_len, dtype=self.dtype),
+            hidden_BD=jnp.zeros((slots, block.width)),
         )
 
     def extend_context(
@@ -197,18 +214,18 @@ class Eagle3(TrainingView):
         next_tokens_BT: Array,
         start_B: Array,
         num_rows_B: Array,
+        paging: Paging | None = None,
     ) -> Eagle3Context:
-        """Pairs T features with the tokens after them."""
-        positions_BT = start_B[:, None] + jnp.arange(next_tokens_BT.shape[1])
-        hidden_BTD, keys_BTKH, values_BTKH = self._apply(
+        """Pairs features with the tokens after them."""
+        paging = paging or Paging.whole(start_B, next_tokens_BT.shape[1])
+        positions_BT = paging.rows.positions_M.reshape(next_tokens_BT.shape)
+        hidden_BTD, *pair = self._apply(
             params, "context_rows", features_BTCD, shared.embed(next_tokens_BT), positions_BT
         )
-        (keys,), (values,) = context.cache.keys_BKSH, context.cache.values_BKSH
+        last_RD = paging.last_rows(hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), num_rows_B)
         return Eagle3Context(
-            cache=KVCache(
-                (write_rows(keys, keys_BTKH, start_B),), (write_rows(values, values_BTKH, start_B),)
-            ),
-            hidden_BD=jnp.take_along_axis(hidden_BTD, (num_rows_B - 1)[:, None, None], axis=1)[:, 0],
+            cache=context.cache.extended([tuple(pair)], paging),
+            hidden_BD=context.hidden_BD.at[paging.slots_R].set(last_RD, mode="drop"),
         )
 
     def draft(
@@ -219,13 +236,20 @@ class Eagle3(TrainingView):
         anchors_B: Array,
         positions_B: Array,
         sampler: Sampler,
+        paging: Paging | None = None,
     ) -> DraftBlock:
         """Proposes G tokens after the anchor tokens anchors_B at positions_B."""
-        (keys,), (values,) = context.cache.keys_BKSH, context.cache.values_BKSH
-        # Step 0 stands on the newest pair: its own key takes the place of the pair's in the context.
-        newest_B1 = positions_B[:, None] - 1
-        mask_B1S = jnp.arange(keys.shape[2]) < newest_B1[..., None]
-        step = self._stepper(params, shared, keys, values, newest_B1, mask_B1S)
+        paging = paging or Paging.whole(positions_B, 0)
+        (keys,), (values,) = context.cache.keys_PKSH, context.cache.values_PKSH
+        newest_B = positions_B - 1
+
+        def attend(queries: Array, *own: Array) -> Array:
+            own_keys, own_values, seen_G = own
+            # The newest pair's own key is the block's.
+            rows = (queries[:, 0], keys, values, paging.table_RN, newest_B, own_keys[:, 0], own_values[:, 0])
+            return attend_blocks_paged(*rows, seen_G)[:, None]
+
+        step = self._stepper(params, shared, attend, newest_B[:, None])
 
         def body(carry, slot):
             chains, tokens_B = carry
@@ -234,24 +258,17 @@ class Eagle3(TrainingView):
             tokens_B = shared.target_ids(ids_B)
             return (chains, tokens_B), (ids_B, tokens_B, probs_BV)
 
-        start = self._apply(params, "empty_chains", context.hidden_BD[:, None])
+        hidden_RD = context.hidden_BD.at[paging.slots_R].get(mode="clip")
+        start = self._apply(params, "empty_chains", hidden_RD[:, None])
         _, block = jax.lax.scan(body, (start, anchors_B), jnp.arange(self.config.block_len))
         ids_BG, tokens_BG, probs_BGV = (x.swapaxes(0, 1) for x in block)
         return DraftBlock(ids_BG, tokens_BG, probs_BGV, jnp.zeros(tokens_BG.shape))
 
-    def _stepper(
-        self,
-        params: Params,
-        shared: SharedWeights,
-        keys_BKSH: Array,
-        values_BKSH: Array,
-        first_BA: Array,
-        sees: Interval | Array,
-    ):
+    def _stepper(self, params: Params, shared: SharedWeights, attend: Attention, first_BA: Array):
         """step(chains, tokens [B, A], slot) -> (chains, hidden [B, A, D]); step 0 stands at `first_BA`."""
 
         def step(chains: Chains, tokens_BA: Array, slot: Array) -> tuple[Chains, Array]:
-            rows = (shared.embed(tokens_BA), first_BA + slot, slot, keys_BKSH, values_BKSH, sees)
+            rows = (shared.embed(tokens_BA), first_BA + slot, slot, attend)
             return self._apply(params, "step", chains, *rows)
 
         return step
@@ -280,8 +297,10 @@ class Eagle3(TrainingView):
         """The predictions of some blocks under teacher forcing."""
         hidden_BTD, keys, values = context
         newest_BA = blocks.places_BAG[..., 0] - 1
+        # Step 0 stands on the newest pair: its own key takes the place of the pair's in the context.
         sees = Interval(low_BA=blocks.starts_BA, high_BA=newest_BA)
-        step = self._stepper(params, shared, keys, values, blocks.positions_BAG[..., 0] - 1, sees)
+        attend = functools.partial(_attend_context, keys, values, sees)
+        step = self._stepper(params, shared, attend, blocks.positions_BAG[..., 0] - 1)
         at_BA1 = jnp.maximum(newest_BA, 0)[..., None]
         start = self._apply(params, "empty_chains", jnp.take_along_axis(hidden_BTD, at_BA1, axis=1))
         by_slot = (jnp.moveaxis(blocks.prev_BAG, -1, 0), jnp.arange(self.config.block_len))

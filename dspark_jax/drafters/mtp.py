@@ -27,11 +27,11 @@ from dspark_jax.drafters.blocks import Blocks
 from dspark_jax.drafters.config import MTPConfig
 from dspark_jax.drafters.contract import DraftBlock, Params, Sampler, SharedWeights, TrainingRows
 from dspark_jax.drafters.training_view import TrainingView
-from dspark_jax.nn.attention import attend, attend_blocks
 from dspark_jax.nn.block import TransformerLayer
 from dspark_jax.nn.context_attention import attend_causal
-from dspark_jax.nn.kv_cache import KVCache, write_rows
+from dspark_jax.nn.kv_cache import KVCache, write_and_attend
 from dspark_jax.nn.layers import Linear, RMSNorm
+from dspark_jax.nn.paged_cache import Paging, attend_blocks_paged
 from dspark_jax.nn.rope import rope_angles
 
 Pair = tuple[Array, Array]
@@ -43,8 +43,8 @@ class MTPContext:
     """What is known of the committed tokens.
 
     Attributes:
-      cache: keys and values, one layer per module, position m at index m.
-      outputs_BGD: outputs of the modules at the last committed position.
+      cache: keys and values, one layer per module.
+      outputs_BGD: outputs of the modules at the last committed position of every slot.
     """
 
     cache: KVCache
@@ -94,32 +94,35 @@ class MTPNetwork(nn.Module):
         self,
         features_BTCD: Array,
         embedded_BTD: Array,
-        start_B: Array,
         before_BGD: Array,
         cache: KVCache,
+        paging: Paging,
     ) -> tuple[list[Array], list[Pair]]:
-        """All modules on T positions from start_B on: their outputs [B, T, D], their keys and values.
+        """All modules on rows of committed tokens: their outputs [B, T, D], their keys and values.
 
         Args:
           features_BTCD: features of the positions.
           embedded_BTD: embeddings of the tokens after them.
-          start_B: first position.
-          before_BGD: outputs at the position before the first.
+          before_BGD: per request, outputs at the position before its first row.
           cache: earlier positions; the new ones are written into it.
+          paging: where the rows lie in the cache.
         """
-        T = embedded_BTD.shape[1]
-        positions_BT = start_B[:, None] + jnp.arange(T)
-        mask_BTS = jnp.arange(cache.length) <= positions_BT[..., None]
+        B, T, D = embedded_BTD.shape
+        positions_BT, places_BT, request_BT = (
+            x.reshape(B, T) for x in (paging.rows.positions_M, paging.rows.places_M, paging.rows.slots_M)
+        )
         pairs = []
 
         def attention(number: int, queries, keys, values) -> Array:
-            old = (cache.keys_BKSH[number], cache.values_BKSH[number])
-            pair = [write_rows(x, new, start_B) for x, new in zip(old, (keys, values), strict=True)]
-            pairs.append(tuple(pair))
-            return attend(queries, *pair, mask_BTS)
+            mixed, pair = write_and_attend(cache, number, queries, keys, values, paging)
+            pairs.append(pair)
+            return mixed
 
         def one_earlier(number: int, output_BTD: Array) -> Array:
-            return jnp.concatenate([before_BGD[:, number, None], output_BTD[:, :-1]], axis=1)
+            # The row before is the neighbour, or what the step before has left.
+            neighbours = jnp.roll(output_BTD.reshape(-1, D), 1, axis=0).reshape(B, T, D)
+            before = before_BGD[:, number].at[request_BT].get(mode="clip")
+            return jnp.where(places_BT[..., None] == 0, before, neighbours)
 
         return self._run(features_BTCD, embedded_BTD, positions_BT, attention, one_earlier), pairs
 
@@ -156,7 +159,8 @@ class MTPNetwork(nn.Module):
         embedded_BD: Array,
         position_B: Array,
         committed: Pair,
-        mask_BS: Array,
+        table_BN: Array,
+        ends_B: Array,
         drafted: Pair | None,
     ) -> tuple[Array, Pair]:
         """Module `number` on one drafted token.
@@ -166,20 +170,21 @@ class MTPNetwork(nn.Module):
           hidden_BD: output of the module before it at the position before.
           embedded_BD: embedding of the token.
           position_B: the position before the token's own.
-          committed: the module's keys and values [B, K, S, H] in the context.
-          mask_BS: committed positions.
-          drafted: its keys and values [B, 1, F, K, H] of the F drafted tokens before, or None.
+          committed: the module's pages of keys and values [P, K, S, H].
+          table_BN: page tables.
+          ends_B: committed positions lie below this one.
+          drafted: its keys and values [B, F, K, H] of the F drafted tokens before, or None.
 
         Returns:
           (its output [B, D], keys and values of the drafted tokens with this one).
         """
         module = self.layers[number]
-        x_B11D = module.enter(hidden_BD, embedded_BD)[:, None, None]
-        queries, *rows = module.queries_keys_values(x_B11D, self.angles(position_B[:, None, None]))
+        x_B1D = module.enter(hidden_BD, embedded_BD)[:, None]
+        queries, *rows = module.queries_keys_values(x_B1D, self.angles(position_B[:, None]))
         if drafted is not None:
-            rows = [jnp.concatenate(both, axis=2) for both in zip(drafted, rows, strict=True)]
-        mixed = attend_blocks(queries, *committed, mask_BS[:, None], *rows)
-        return module.output(x_B11D, mixed)[:, 0, 0], (rows[0], rows[1])
+            rows = [jnp.concatenate(both, axis=1) for both in zip(drafted, rows, strict=True)]
+        mixed = attend_blocks_paged(queries, *committed, table_BN, ends_B, *rows)
+        return module.output(x_B1D, mixed)[:, 0], (rows[0], rows[1])
 
     def head_input(self, number: int, output: Array) -> Array:
         """Output [..., D] of module `number` -> input of the LM head."""
@@ -204,6 +209,11 @@ class MTP(TrainingView):
     dtype: DTypeLike = jnp.float32
 
     @property
+    def context_in_pages(self) -> bool:
+        """A position needs the outputs at the one before it, which no page has."""
+        return False
+
+    @property
     def feature_kernel(self) -> None:
         """Features are normed before anything multiplies them."""
         return None
@@ -222,12 +232,14 @@ class MTP(TrainingView):
         variables: Any = network.init(key, features, embedded, method="touch")
         return variables["params"]
 
-    def create_context(self, *, batch: int, length: int) -> MTPContext:
-        """Empty context for `batch` requests of at most `length` positions."""
+    def create_context(self, *, slots: int, num_pages: int, page_len: int) -> MTPContext:
+        """Empty pages and slots."""
         c = self.config
         return MTPContext(
-            cache=KVCache.create([c.block] * c.block_len, batch=batch, length=length, dtype=self.dtype),
-            outputs_BGD=self._no_outputs(batch),
+            cache=KVCache.create(
+                [c.block] * c.block_len, num_pages=num_pages, page_len=page_len, dtype=self.dtype
+            ),
+            outputs_BGD=self._no_outputs(slots),
         )
 
     def extend_context(
@@ -240,16 +252,23 @@ class MTP(TrainingView):
         next_tokens_BT: Array,
         start_B: Array,
         num_rows_B: Array,
+        paging: Paging | None = None,
     ) -> MTPContext:
-        """Runs all modules on T features and the tokens after them."""
+        """Runs all modules on features and the tokens after them."""
+        paging = paging or Paging.whole(start_B, next_tokens_BT.shape[1])
         embedded = shared.embed(next_tokens_BT)
+        # A slot may still hold what its last request has left.
+        begins_R11 = (start_B == 0)[:, None, None]
+        before_RGD = jnp.where(begins_R11, 0.0, context.outputs_BGD.at[paging.slots_R].get(mode="clip"))
         outputs, pairs = self._apply(
-            params, "extend", features_BTCD, embedded, start_B, context.outputs_BGD, context.cache
+            params, "extend", features_BTCD, embedded, before_RGD, context.cache, paging
         )
-        last_B11 = (num_rows_B - 1)[:, None, None]
-        last = [jnp.take_along_axis(output_BTD, last_B11, axis=1) for output_BTD in outputs]
+        last = [paging.last_rows(output.reshape(-1, output.shape[-1]), num_rows_B) for output in outputs]
         keys, values = zip(*pairs, strict=True)
-        return MTPContext(cache=KVCache(keys, values), outputs_BGD=jnp.concatenate(last, axis=1))
+        return MTPContext(
+            cache=KVCache(keys, values),
+            outputs_BGD=context.outputs_BGD.at[paging.slots_R].set(jnp.stack(last, axis=1), mode="drop"),
+        )
 
     def draft(
         self,
@@ -259,16 +278,18 @@ class MTP(TrainingView):
         anchors_B: Array,
         positions_B: Array,
         sampler: Sampler,
+        paging: Paging | None = None,
     ) -> DraftBlock:
         """Proposes G tokens behind the context; the anchors are in it already.
 
         Unrolled rather than scanned: every step runs other modules, and one fewer each time.
         """
+        paging = paging or Paging.whole(positions_B, 0)
+        outputs_RGD = context.outputs_BGD.at[paging.slots_R].get(mode="clip")
         G = self.config.block_len
-        mask_BS = jnp.arange(context.cache.length) < positions_B[:, None]
-        committed = list(zip(context.cache.keys_BKSH, context.cache.values_BKSH, strict=True))
+        committed = list(zip(context.cache.keys_PKSH, context.cache.values_PKSH, strict=True))
         drafted: list[Pair | None] = [None] * G
-        latest = [context.outputs_BGD[:, number] for number in range(G)]
+        latest = [outputs_RGD[:, number] for number in range(G)]
         proposed: list[tuple[Array, Array, Array]] = []
         for slot in range(G):
             if proposed:
@@ -282,7 +303,8 @@ class MTP(TrainingView):
                         embedded_BD,
                         positions_B - 1 + slot,
                         committed[number],
-                        mask_BS,
+                        paging.table_RN,
+                        positions_B,
                         drafted[number],
                     )
             hidden_BD = self._apply(params, "head_input", slot, latest[slot])

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 
+import jax
+
+from dspark_jax.checkpoints.calibration import CalibrationIdentity, load_calibration
 from dspark_jax.checkpoints.drafter import LoadedDrafter, load_drafter
 from dspark_jax.checkpoints.shipped import shipped_drafter
 from dspark_jax.checkpoints.sources import SafetensorsDirectory
@@ -12,11 +16,16 @@ from dspark_jax.checkpoints.targets import LoadedTarget, load_target, open_sourc
 from dspark_jax.core.file_stamps import Stamps, stamp
 from dspark_jax.data.chat import ChatTemplate
 from dspark_jax.engine.engine import Engine, EngineConfig
+from dspark_jax.engine.requests import SamplingOptions
 from dspark_jax.engine.self_check import refuse_misfit, self_check
 from dspark_jax.engine.state import Weights
+from dspark_jax.speculation.schedule import Algorithm1, Lagged
+from dspark_jax.speculation.verify_length import ConfidenceThreshold
 from dspark_jax.targets.decoder import embedding_table, lm_head_kernel
 
 SHIPPED, NONE = "shipped", "none"
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +48,14 @@ class LoadedEngine:
 
 
 def load_engine(
-    *, target: str, drafter: str, config: EngineConfig, check: bool = True, thinking: bool = False
+    *,
+    target: str,
+    drafter: str,
+    config: EngineConfig,
+    check: bool = True,
+    thinking: bool = False,
+    calibration: Path | None = None,
+    calibrated_for: SamplingOptions | None = None,
 ) -> LoadedEngine:
     """Loads a target and a drafter.
 
@@ -50,9 +66,12 @@ def load_engine(
       config: shapes and policy.
       check: try whether the drafter fits the target (`self_check.py`).
       thinking: mode of the chat template, where it has two.
+      calibration: file of `dspark calibrate` for these models; None: confidences are taken as they are.
+      calibrated_for: the way of sampling that the file must be for; greedy by default.
 
     Raises:
-      InputError: a checkpoint is not understood, or the drafter does not fit the target.
+      InputError: a checkpoint is not understood, the drafter does not fit the target, or the calibration
+        belongs to something else.
     """
     directory = None if drafter == NONE else drafter_directory(target, drafter)
     # Before anything is read: a file that is replaced while it is read shows as well.
@@ -68,12 +87,21 @@ def load_engine(
     engine = make_engine(loaded, draft, config)
     if draft is not None and check:
         self_check(engine, loaded, draft, chat)
+    drafter_identity = None if directory is None else SafetensorsDirectory(directory).identity()
+    if drafter_identity is not None and calibration is not None:
+        identity = CalibrationIdentity(
+            target=loaded.identity,
+            drafter=drafter_identity,
+            sampling=str(calibrated_for or SamplingOptions(temperature=0.0)),
+            template=chat.name,
+            numerics=f"{config.dtype} on {jax.default_backend()}",
+        )
+        found = load_calibration(calibration, identity, block_len=engine.models.block_len)
+        engine.calibrate(found.temperatures)
+    elif isinstance(config.policy, Lagged | Algorithm1 | ConfidenceThreshold):
+        log.warning("no calibration: the drafter's confidences are taken as they are (`dspark calibrate`)")
     return LoadedEngine(
-        engine=engine,
-        target=loaded,
-        chat=chat,
-        drafter_identity=None if directory is None else SafetensorsDirectory(directory).identity(),
-        stamps=stamps,
+        engine=engine, target=loaded, chat=chat, drafter_identity=drafter_identity, stamps=stamps
     )
 
 

@@ -62,17 +62,33 @@ class Status(enum.Enum):
     """Where a request is in its life."""
 
     QUEUED = "queued"
+    PREFILLING = "prefilling"
     DECODING = "decoding"
+    PREEMPTED = "preempted"
     FINISHED = "finished"
     CANCELLED = "cancelled"
+    FAILED = "failed"
 
+
+_ENDED_FROM_OUTSIDE = frozenset({Status.CANCELLED, Status.FAILED})
 
 TRANSITIONS: dict[Status, frozenset[Status]] = {
-    Status.QUEUED: frozenset({Status.DECODING, Status.CANCELLED}),
-    Status.DECODING: frozenset({Status.FINISHED, Status.CANCELLED}),
+    Status.QUEUED: frozenset({Status.PREFILLING}) | _ENDED_FROM_OUTSIDE,
+    Status.PREFILLING: frozenset({Status.DECODING, Status.PREEMPTED}) | _ENDED_FROM_OUTSIDE,
+    Status.DECODING: frozenset({Status.FINISHED, Status.PREEMPTED}) | _ENDED_FROM_OUTSIDE,
+    Status.PREEMPTED: frozenset({Status.PREFILLING}) | _ENDED_FROM_OUTSIDE,
     Status.FINISHED: frozenset(),
     Status.CANCELLED: frozenset(),
+    Status.FAILED: frozenset(),
 }
+
+
+class Mode(enum.Enum):
+    """How a decoding request advances."""
+
+    SPECULATIVE = "speculative"
+    FALLBACK_AR = "fallback_ar"
+    """Plainly, because its drafts cannot be used."""
 
 
 class FinishReason(enum.Enum):
@@ -115,6 +131,8 @@ class Request:
       verified_per_round: draft tokens verified in each round.
       confidence_per_round: confidence logits [G] of each round's block; [0] without a drafter.
       finish_reason: set when finished.
+      mode: how it decodes.
+      preemptions: how often it lost its pages.
     """
 
     id: str
@@ -131,6 +149,8 @@ class Request:
     verified_per_round: list[int] = dataclasses.field(default_factory=list)
     confidence_per_round: list[np.ndarray] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None
+    mode: Mode = Mode.SPECULATIVE
+    preemptions: int = 0
     _status: Status = Status.QUEUED
 
     def __post_init__(self):
@@ -181,6 +201,11 @@ class Request:
     def status(self) -> Status:
         """The current status; `move_to` changes it."""
         return self._status
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more can happen to it."""
+        return not TRANSITIONS[self._status]
 
     def move_to(self, status: Status) -> None:
         """Changes the status along `TRANSITIONS`."""

@@ -66,8 +66,8 @@ class GreedyDecoder:
     def run(self, prompt: list[int], *, rounds: int, threshold: float) -> Trace:
         """Decodes `rounds` rounds; drafts are verified up to the first confidence below `threshold`."""
         tokens = list(prompt)
-        cache = KVCache.create(self._target.layers, batch=1, length=self._length)
-        context = self._drafter.create_context(batch=1, length=self._length)
+        cache = KVCache.create(self._target.layers, num_pages=1, page_len=self._length)
+        context = self._drafter.create_context(slots=1, num_pages=1, page_len=self._length)
         padded_1T = np.pad(np.asarray([prompt], np.int32), ((0, 0), (0, self._prompt_bucket - len(prompt))))
         anchor, cache, context = self._prefill(padded_1T, np.int32(len(prompt)), cache, context)
         tokens.append(int(anchor))

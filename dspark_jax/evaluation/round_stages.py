@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,13 @@ import numpy as np
 from tqdm import tqdm
 
 from dspark_jax.core.buckets import bucket_for
-from dspark_jax.core.keys import request_key
 from dspark_jax.drafters.dspark import DSpark
 from dspark_jax.engine import programs
+from dspark_jax.engine.compiled import Programs
 from dspark_jax.engine.engine import Engine, EngineConfig
 from dspark_jax.engine.requests import Request, SamplingOptions
 from dspark_jax.engine.state import EngineState, Weights
-from dspark_jax.speculation.sampling import Draw, SamplingParams
-from dspark_jax.speculation.verify_length import FullBlock
+from dspark_jax.speculation.sampling import Draw
 from dspark_jax.targets.config import DecoderConfig
 
 
@@ -37,49 +36,35 @@ class RoundStages:
 
     def __init__(self, target: DecoderConfig, drafter: DSpark, weights: Weights, config: EngineConfig):
         self.models = models = programs.Models(target=target, drafter=drafter, dtype=config.dtype)
-        plain_models = programs.Models(target=target, drafter=None, dtype=config.dtype)
         self.weights = weights
         self.times_ms: dict[str, list[float]] = {}
-        self._config = config
+        self._fused = Programs(models, config, weights)
+        plain_models = programs.Models(target=target, drafter=None, dtype=config.dtype)
+        self._plain = Programs(plain_models, config, weights)
         G = models.block_len
-        self._prefill = jax.jit(
-            functools.partial(programs.prefill, models=models, draw=Draw.GREEDY), donate_argnums=1
-        )
-        self.fused = jax.jit(
-            functools.partial(
-                programs.speculative_round, models=models, policy=FullBlock(), buckets=(G,), draw=Draw.GREEDY
-            ),
-            donate_argnums=1,
-        )
-        self.plain = jax.jit(
-            functools.partial(programs.plain_round, models=plain_models, draw=Draw.GREEDY), donate_argnums=1
-        )
+        table_np = np.arange(config.pages_per_slot(G))[None].astype(np.int32)
+        places: Any
+        self._places = places = (np.zeros(1, np.int32), table_np)
+        shapes = {"block_len": G, "num_rows": 1 + G, "longest": G}
 
-        # Caches are arguments of their own, donated where a stage writes them, as the fused round does.
+        # Caches are arguments of their own, donated where a stage writes them, as the round does.
         def backbone(weights, context, rest):
-            return drafter.block_hidden(
-                weights.drafter, weights.shared, context, rest.anchors_B, rest.positions_B
-            )
+            step = programs.lay_out(rest, None, *places, jnp.zeros(1, jnp.int32), **shapes)
+            anchors = (rest.anchors_B, rest.positions_B, step.paging)
+            return drafter.block_hidden(weights.drafter, weights.shared, context, *anchors)
 
-        def draft(weights, context, rest):
-            return programs.draft(
-                weights, dataclasses.replace(rest, context=context), drafter=drafter, draw=Draw.GREEDY
-            )
+        def verify(weights, cache, rest, drafts, lengths_R):
+            step = programs.lay_out(rest, drafts, *places, lengths_R, **shapes)
+            return models.run_target(weights, step.tokens_M, cache, step.paging), step
 
-        def verify(weights, cache, rest, block):
-            return programs.verify(
-                weights, dataclasses.replace(rest, cache=cache), block, models=models, bucket=G
-            )
+        def accept(weights, rest, drafts, step, logits_MV):
+            return programs.accept(weights, rest, drafts, step, logits_MV, longest=G, draw=Draw.GREEDY)
 
-        def accept(weights, rest, block, logits_BTV):
-            return programs.accept(weights, rest, block, logits_BTV, jnp.full(1, G), draw=Draw.GREEDY)
+        def commit(weights, context, rest, output, verified, step):
+            rest = dataclasses.replace(rest, context=context)
+            return programs.commit(weights, rest, output, verified, step, models=models)
 
-        def commit(weights, context, rest, output, verified):
-            return programs.commit(
-                weights, dataclasses.replace(rest, context=context), output, verified, drafter=drafter
-            )
-
-        self._backbone, self._draft, self._accept = jax.jit(backbone), jax.jit(draft), jax.jit(accept)
+        self._backbone, self._accept = jax.jit(backbone), jax.jit(accept)
         self._verify, self._commit = (jax.jit(stage, donate_argnums=1) for stage in (verify, commit))
 
     def timed(self, name: str, program, *args):
@@ -89,31 +74,55 @@ class RoundStages:
         self.times_ms.setdefault(name, []).append(1000 * (time.perf_counter() - start_s))
         return result
 
-    def start(self, prompt: Sequence[int]) -> EngineState:
+    def start(self, prompt: Sequence[int], *, plain: bool = False) -> EngineState:
         """The state behind a prompt."""
-        buckets = self._config.prefill_buckets
-        length = max(self._config.max_context + self.models.block_len + 1, buckets[-1])
-        state = EngineState.create(
-            self.models.target, self.models.drafter, slots=1, length=length, dtype=self._config.dtype
+        compiled = self._plain if plain else self._fused
+        state = compiled.new_state()
+        tokens_np = np.zeros(bucket_for(len(prompt), compiled.config.prefill_buckets) + 1, np.int32)
+        tokens_np[: len(prompt)] = prompt
+        request = Request(
+            id="stages",
+            prompt_tokens=list(prompt),
+            max_new_tokens=2**30,
+            sampling=SamplingOptions(temperature=0.0),
         )
-        tokens_np = np.zeros((1, bucket_for(len(prompt), buckets)), np.int32)
-        tokens_np[0, : len(prompt)] = prompt
-        key_1 = request_key(0)[None]
-        greedy = SamplingParams.greedy(1)
-        state, _ = self._prefill(
-            self.weights, state, np.int32(0), tokens_np, np.int32(len(prompt)), key_1, greedy
+        admission = compiled.admission(
+            request, slot=0, start=0, num_tokens=len(prompt), is_last=True, pages=self._places[1][0]
         )
+        state, _ = compiled.prefill(len(tokens_np) - 1)(state, tokens_np, admission)
         return jax.block_until_ready(state)
+
+    def fused_round(self, state: EngineState) -> EngineState:
+        """One round as the engine dispatches it, without the host around it."""
+        G = self.models.block_len
+        drafts, lengths = self._drafted(state)
+        state, _ = self._fused.verify(1, 1 + G, Draw.GREEDY)(state, drafts, *self._places, *lengths)
+        return state
+
+    def plain_round(self, state: EngineState) -> EngineState:
+        """One round of plain decoding."""
+        nothing = (np.zeros(1, np.int32), np.zeros((1, 0), np.float32))
+        state, _ = self._plain.verify(1, 1, Draw.GREEDY)(state, None, *self._places, *nothing)
+        return state
+
+    def _drafted(self, state: EngineState):
+        """(blocks, (lengths, survival)) of a round."""
+        G = self.models.block_len
+        drafts = self._fused.draft(1, Draw.GREEDY)(state, self._fused.new_drafts(), *self._places)
+        asked = (np.ones(1, bool), np.int32(0), np.zeros(G + 1, np.float32), np.ones(G, np.float32))
+        return drafts, self._fused.select(1)(state, drafts, self._places[0], *asked)
 
     def staged_round(self, state: EngineState) -> EngineState:
         """One round, stage by stage."""
         weights, rest = self.weights, dataclasses.replace(state, cache=None, context=None)
         self.timed("draft backbone", self._backbone, weights, state.context, rest)
-        block = self.timed("draft", self._draft, weights, state.context, rest)
-        output = self.timed("target verification", self._verify, weights, state.cache, rest, block)
-        verified = self.timed("accept", self._accept, weights, rest, block, output.logits_BTV)
-        features_only = dataclasses.replace(output, cache=None, logits_BTV=None, hidden_BTD=None)
-        new = self.timed("commit", self._commit, weights, state.context, rest, features_only, verified)
+        drafts, (lengths_R, _) = self.timed("draft", self._drafted, state)
+        arguments = (weights, state.cache, rest, drafts, lengths_R)
+        output, step = self.timed("target verification", self._verify, *arguments)
+        logits_MV = output.logits_BTV[0]
+        verified = self.timed("accept", self._accept, weights, rest, drafts, step, logits_MV)
+        features_only = dataclasses.replace(output, cache=(), logits_BTV=None, hidden_BTD=None)
+        new = self.timed("commit", self._commit, weights, state.context, rest, features_only, verified, step)
         return dataclasses.replace(new, cache=output.cache)
 
 
@@ -142,15 +151,16 @@ def take_round_apart(
         request = Request(id="", prompt_tokens=list(prompt), max_new_tokens=max_new_tokens, sampling=greedy)
         engine.submit(request)
         engine.step()  # with the prefill
-        staged, fused, plain = (stages.start(prompt) for _ in range(3))
-        plain = dataclasses.replace(plain, context=None)
+        staged, fused = stages.start(prompt), stages.start(prompt)
+        plain = stages.start(prompt, plain=True)
         for _ in range(num_rounds):
             staged = stages.staged_round(staged)
-            fused, _ = stages.timed("fused round", stages.fused, stages.weights, fused)
+            fused = stages.timed("fused round", stages.fused_round, fused)
             stages.timed("engine step", engine.step)
-            plain, _ = stages.timed("plain round", stages.plain, stages.weights, plain)
+            plain = stages.timed("plain round", stages.plain_round, plain)
             yield
         engine.cancel(request)
+        engine.step()  # reads what was on its way
 
     for _ in one_prompt(prompts[0], 1):  # compiles
         pass

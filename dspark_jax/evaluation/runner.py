@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 from tqdm import tqdm
 
-from dspark_jax.core.buckets import bucket_for
 from dspark_jax.data.sources import Prompt
 from dspark_jax.engine.load import LoadedEngine
 from dspark_jax.engine.requests import FinishReason, Request, SamplingOptions
@@ -82,8 +81,10 @@ def measure(
             sampling=SamplingOptions(temperature=temperature, seed=draw_seed),
         )
     if requests:
-        buckets = loaded.engine.config.prefill_buckets
-        needed = {bucket_for(len(request.prompt_tokens), buckets) for request in requests.values()}
+        config = loaded.engine.config
+        needed = set().union(
+            *(config.prompt_buckets(len(request.prompt_tokens)) for request in requests.values())
+        )
         loaded.engine.warm_up(needed, draws={request.sampling.draw for request in requests.values()})
 
     done = {key: answers[key] for key in wanted if key in answers}

@@ -31,7 +31,7 @@ class CostTable:
     context_buckets: tuple[int, ...]
     """S: longest context in a step, in tokens, ascending."""
     verify_ms_np: np.ndarray
-    """float64 [R, M, S]: verification with everything behind the draft; infinite where M < R."""
+    """float64 [R, M, S]: verification with everything behind the draft; infinite where no program exists."""
     draft_ms_np: np.ndarray
     """float64 [R, S]: drafting one block for each of R requests."""
     fingerprint: str
@@ -46,9 +46,11 @@ class CostTable:
                 expected=f"{shape} and {(shape[0], shape[2])}, as the buckets say",
                 fix="measure the table again",
             )
-        possible_np = np.asarray(self.row_buckets)[:, None] >= np.asarray(self.request_buckets)[:, None, None]
-        measured = (self.verify_ms_np > 0) & np.where(possible_np, np.isfinite(self.verify_ms_np), True)
-        if not measured.all() or not (np.isfinite(self.draft_ms_np) & (self.draft_ms_np > 0)).all():
+        finite_np = np.isfinite(self.verify_ms_np)
+        # Plain decoding, one row for each request, can always be chosen; a shape is priced for every context.
+        plain = all(finite_np[r, self._row_index(n)].all() for r, n in enumerate(self.request_buckets))
+        whole = (finite_np.any(2) == finite_np.all(2)).all() and (self.verify_ms_np > 0).all()
+        if not (plain and whole and (np.isfinite(self.draft_ms_np) & (self.draft_ms_np > 0)).all()):
             raise InputError(
                 given="a cost table with times that are missing, zero or negative",
                 expected="a positive number of ms for every declared shape",
@@ -61,21 +63,21 @@ class CostTable:
         Raises:
           InputError: more than the largest declared bucket.
         """
-        r, m, s = self._indices(requests, context, rows)
-        return float(self.verify_ms_np[r, m, s])
+        rows_np, ms_np = self.verify_curve(requests, context)
+        return float(ms_np[rows_np.tolist().index(bucket_for(rows, rows_np.tolist()))])
 
     def verify_curve(self, requests: int, context: int) -> tuple[np.ndarray, np.ndarray]:
         """(target rows [n], ms [n]) of every declared step that has a row for each of `requests` requests."""
-        r, _, s = self._indices(requests, context, self.row_buckets[-1])
+        r, s = self._indices(requests, context)
         rows_np = np.asarray(self.row_buckets)
-        enough = rows_np >= requests
-        return rows_np[enough], self.verify_ms_np[r, enough, s]
+        declared = np.isfinite(self.verify_ms_np[r, :, s]) & (rows_np >= requests)
+        return rows_np[declared], self.verify_ms_np[r, declared, s]
 
     def draft_ms(self, requests: int, context: int) -> float:
         """ms of drafting for `requests` requests; nothing for none."""
         if requests == 0:
             return 0.0
-        r, _, s = self._indices(requests, context, self.row_buckets[-1])
+        r, s = self._indices(requests, context)
         return float(self.draft_ms_np[r, s])
 
     def fixed_round_ms(self, requests: int, length: int, context: int) -> float:
@@ -83,10 +85,13 @@ class CostTable:
         draft_ms = self.draft_ms(requests, context) if length else 0.0
         return self.verify_ms(requests, requests * (1 + length), context) + draft_ms
 
-    def _indices(self, requests: int, context: int, rows: int) -> tuple[int, int, int]:
-        axes = ((requests, self.request_buckets), (rows, self.row_buckets), (context, self.context_buckets))
-        r, m, s = (buckets.index(bucket_for(size, buckets)) for size, buckets in axes)
-        return r, m, s
+    def _indices(self, requests: int, context: int) -> tuple[int, int]:
+        axes = ((requests, self.request_buckets), (context, self.context_buckets))
+        r, s = (buckets.index(bucket_for(size, buckets)) for size, buckets in axes)
+        return r, s
+
+    def _row_index(self, rows: int) -> int:
+        return self.row_buckets.index(bucket_for(rows, self.row_buckets))
 
 
 def monotone(times_ms: Sequence[float] | np.ndarray) -> np.ndarray:

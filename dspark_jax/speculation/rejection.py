@@ -91,7 +91,7 @@ def verify_block(
       accept_keys_B: keys [B] of the acceptance tests.
       target_keys_B: keys [B] of the target's own token.
     """
-    batch, rows, vocabulary = target_probs_BTV.shape
+    _, rows, vocabulary = target_probs_BTV.shape
     block_len, num_verified = draft_ids_BG.shape[1], rows - 1
     if num_verified > block_len:
         raise InputError(
@@ -104,23 +104,45 @@ def verify_block(
 
     p_BG = _probability_of(target_probs_BTV[:, :num_verified], ids_BG[:, :num_verified])
     q_BG = _probability_of(draft_probs_BGV[:, :num_verified], draft_ids_BG[:, :num_verified])
-    # Drawn for all G slots, so that a slot's uniform does not depend on the bucket.
-    uniforms_BG = slot_uniforms(accept_keys_B, block_len)[:, :num_verified]
-    verified_BG = jnp.arange(num_verified) < verify_len_B[:, None]
-    kept_BG = verified_BG & (uniforms_BG < acceptance_probability(p_BG, q_BG))
-    accepted_B = jnp.sum(jnp.cumprod(kept_BG.astype(jnp.int32), axis=1), axis=1)
+    uniforms_BG = slot_uniforms(accept_keys_B, block_len)
+    accepted_B = accepted_prefix(p_BG, q_BG, uniforms_BG[:, :num_verified], verify_len_B)
 
     p_BV = _row(target_probs_BTV, accepted_B)
     if num_verified == 0:
         q_BV = jnp.zeros_like(p_BV)
     else:
-        rejected_B = accepted_B < verify_len_B
-        q_BV = jnp.where(rejected_B[:, None], _row(draft_probs_BGV, accepted_B), 0.0)
-        if draft_to_target_V is not None:
-            q_BV = jnp.zeros((batch, vocabulary), q_BV.dtype).at[:, draft_to_target_V].set(q_BV)
+        q_BV = rejected_law(
+            _row(draft_probs_BGV, accepted_B), accepted_B < verify_len_B, draft_to_target_V, vocabulary
+        )
     anchor_B = sample(target_keys_B, residual(p_BV, q_BV))
+    return committed(ids_BG, accepted_B, anchor_B)
 
-    slots_T = jnp.arange(block_len + 1)
+
+def accepted_prefix(p_BG: Array, q_BG: Array, uniforms_BG: Array, verify_len_B: Array) -> Array:
+    """How many draft tokens stay, int32 [B]: those before the first that is rejected or not verified.
+
+    Args:
+      p_BG: the target's probability of every draft token.
+      q_BG: the drafter's.
+      uniforms_BG: one `slot_uniforms` for every token.
+      verify_len_B: tokens to verify.
+    """
+    verified_BG = jnp.arange(p_BG.shape[1]) < verify_len_B[:, None]
+    kept_BG = verified_BG & (uniforms_BG < acceptance_probability(p_BG, q_BG))
+    return jnp.sum(jnp.cumprod(kept_BG.astype(jnp.int32), axis=1), axis=1)
+
+
+def rejected_law(q_BV: Array, rejected_B: Array, draft_to_target_V: Array | None, vocabulary: int) -> Array:
+    """The law of the draft token that was rejected, over the target's vocabulary; zeros where none was."""
+    q_BV = jnp.where(rejected_B[:, None], q_BV, 0.0)
+    if draft_to_target_V is None:
+        return q_BV
+    return jnp.zeros((len(q_BV), vocabulary), q_BV.dtype).at[:, draft_to_target_V].set(q_BV)
+
+
+def committed(ids_BG: Array, accepted_B: Array, anchor_B: Array) -> Verified:
+    """What a round commits: this many of the draft tokens (target ids), then the target's own."""
+    slots_T = jnp.arange(ids_BG.shape[1] + 1)
     drafts_BT = jnp.pad(ids_BG, ((0, 0), (0, 1)))
     tokens_BT = jnp.where(slots_T < accepted_B[:, None], drafts_BT, -1)
     tokens_BT = jnp.where(slots_T == accepted_B[:, None], anchor_B[:, None], tokens_BT)

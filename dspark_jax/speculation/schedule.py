@@ -24,6 +24,7 @@ from jax import Array
 from dspark_jax.core.errors import InputError
 from dspark_jax.speculation.acceptance import survival
 from dspark_jax.speculation.cost import CostTable
+from dspark_jax.speculation.verify_length import VerifyPolicy
 
 
 def predicted_survival(confidence_logits_BG: Array, temperatures_G: Array) -> Array:
@@ -148,6 +149,15 @@ class Lagged:
                 expected="lag and probe_every at least 1, freshness in (0, 1]",
                 fix="a budget from the present round's survivals is not lossless: keep a lag",
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Algorithm1:
+    """DSpark's Algorithm 1: synchronous, the host waits for the drafts of the round that it plans."""
+
+
+Scheduler = VerifyPolicy | Algorithm1 | Lagged
+"""Who decides how much is verified. Fixed lengths and thresholds are schedulers that ask for no prices."""
 
 
 class ScheduleMemory:

@@ -9,11 +9,11 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from dspark_jax.core.errors import InputError
-from dspark_jax.nn.attention import attend
 from dspark_jax.nn.block import TransformerLayer
 from dspark_jax.nn.context_attention import attend_causal
-from dspark_jax.nn.kv_cache import KVCache, write_rows
+from dspark_jax.nn.kv_cache import KVCache, write_and_attend
 from dspark_jax.nn.layers import Linear, RMSNorm, embed, kernel_init, parameter, soft_cap
+from dspark_jax.nn.paged_cache import Paging
 from dspark_jax.nn.rope import rope_angles
 from dspark_jax.targets.config import DecoderConfig
 
@@ -64,16 +64,18 @@ class Decoder(nn.Module):
         *,
         start_B: Array | None = None,
         cache: KVCache | None = None,
+        paging: Paging | None = None,
         starts_BT: Array | None = None,
         taps: tuple[int, ...] = (),
     ) -> TargetOutput:
-        """Runs T tokens per request at positions start_B .. start_B + T - 1.
+        """Runs T tokens per request at positions start_B .. start_B + T - 1, or M rows wherever they stand.
 
         Args:
-          tokens_BT: int32 ids. Right padding is harmless: attention is causal.
-          start_B: position of the first token, int32; 0 without a cache.
-          cache: committed keys and values; the T rows are written into it. None: the T tokens see each
-            other only.
+          tokens_BT: int32 ids. Right padding is harmless: attention is causal. With `paging` [1, M].
+          start_B: position of the first token, int32; not read with `paging`.
+          cache: committed keys and values; these rows are written into it. None: the T tokens see each
+            other only, from position 0 on.
+          paging: whose the rows are and where they lie in the cache; None: every request has one page.
           starts_BT: without a cache, where in its row the document of a token starts; None: 0.
           taps: layers whose raw outputs become `features_BTCD`; -1 is the embedding.
 
@@ -87,39 +89,35 @@ class Decoder(nn.Module):
                 fix="choose taps that this target has",
             )
         B, T = tokens_BT.shape
+        if cache is not None and paging is None:
+            assert start_B is not None, "a cache says nothing about how far its requests are"
+            paging = Paging.whole(start_B, T)
         if starts_BT is None:
             starts_BT = jnp.zeros((B, T), jnp.int32)
-        start_B = jnp.zeros(B, jnp.int32) if start_B is None else start_B
-        positions_BT = start_B[:, None] + jnp.arange(T) - starts_BT
+        own_BT = jnp.arange(T) - starts_BT
+        positions_BT = own_BT if paging is None else paging.rows.positions_M.reshape(B, T)
         ropes = dict.fromkeys((layer.rope, layer.head_dim) for layer in self.config.layers)
         angles = {rope: rope_angles(*rope, positions_BT) for rope in ropes}
-        if cache is not None:
-            windows = dict.fromkeys(layer.window for layer in self.config.layers)
-            keys_S = jnp.arange(cache.length)
-            masks_BTS = {window: _causal_mask(positions_BT, keys_S, window) for window in windows}
 
         x_BTD = embed(self.embedding, tokens_BT, self.config.scaling.embedding)
-        outputs, keys, values = {EMBEDDING_TAP: x_BTD}, [], []
+        outputs, pairs = {EMBEDDING_TAP: x_BTD}, []
         for i, layer in enumerate(self.layers):
             c = layer.config
             q_BTNH, *rows = layer.queries_keys_values(x_BTD, angles[c.rope, c.head_dim])
-            if cache is None:
-                pair = [x.astype(self.dtype).swapaxes(1, 2) for x in rows]
-                mixed = attend_causal(q_BTNH, *pair, starts_BT, c.window)
+            if cache is None or paging is None:
+                keys, values = (x.astype(self.dtype).swapaxes(1, 2) for x in rows)
+                mixed_BTNH = attend_causal(q_BTNH, keys, values, starts_BT, c.window)
             else:
-                buffers = (cache.keys_BKSH[i], cache.values_BKSH[i])
-                pair = [write_rows(old, new, start_B) for old, new in zip(buffers, rows, strict=True)]
-                keys.append(pair[0])
-                values.append(pair[1])
-                mixed = attend(q_BTNH, *pair, masks_BTS[c.window])
-            x_BTD = outputs[i] = layer.output(x_BTD, mixed)
+                mixed_BTNH, pair = write_and_attend(cache, i, q_BTNH, *rows, paging, window=c.window)
+                pairs.append(pair)
+            x_BTD = outputs[i] = layer.output(x_BTD, mixed_BTNH)
         hidden_BTD = self.final_norm(x_BTD)
         no_features = jnp.zeros((B, T, 0, self.config.block.width))
         return TargetOutput(
             logits_BTV=self.unembed(hidden_BTD),
             hidden_BTD=hidden_BTD,
             features_BTCD=jnp.stack([outputs[tap] for tap in taps], axis=2) if taps else no_features,
-            cache=None if cache is None else KVCache(tuple(keys), tuple(values)),
+            cache=None if cache is None else KVCache(*(tuple(x) for x in zip(*pairs, strict=True))),
         )
 
     def unembed(self, hidden: Array) -> Array:
@@ -132,12 +130,6 @@ class Decoder(nn.Module):
         else:
             logits = self.lm_head(hidden)
         return soft_cap(logits, self.config.scaling.softcap)
-
-
-def _causal_mask(positions_BT: Array, keys_S: Array, window: int | None) -> Array:
-    """True [B, T, S] where a query sees a key: the last `window` positions, its own included, or all."""
-    sees_BTS = keys_S <= positions_BT[..., None]
-    return sees_BTS if window is None else sees_BTS & (keys_S > positions_BT[..., None] - window)
 
 
 def embedding_table(params: dict) -> Array:

@@ -207,7 +207,7 @@ def requests(name: str) -> dict[str, np.ndarray]:
 
 def poisoned_context(tiny: TinyDrafter):
     """Unwritten rows hold 1e4: whoever attends to one is found out. What a prompt starts from is zero."""
-    empty = tiny.drafter.create_context(batch=N, length=T + 2)
+    empty = tiny.drafter.create_context(slots=N, num_pages=N, page_len=T + 2)
     return jax.tree.map(lambda x: jnp.full(x.shape, 1e4) if x.ndim == 4 else x, empty)
 
 
@@ -345,7 +345,7 @@ def test_rounds_after_rounds_have_one_shape(name, dtype):
     """What goes out of a round goes into the next: nothing compiles twice."""
     tiny = drafter_of(name)
     drafter = type(tiny.drafter)(tiny.drafter.config, dtype)
-    before = jax.eval_shape(lambda: drafter.create_context(batch=2, length=7))
+    before = jax.eval_shape(lambda: drafter.create_context(slots=2, num_pages=2, page_len=7))
     int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
 
     def extended(context, features, next_tokens, start, num_rows):

@@ -167,7 +167,7 @@ def test_fill_in_reads_one_row_more_and_predicts_from_the_mask_rows():
     target = tiny_target()
     fill_in = tiny_drafter(target, layout=Layout.FILL_IN, block_len=3)
     longer = DSpark(dataclasses.replace(fill_in.drafter.config, layout=Layout.ANCHOR_FIRST, block_len=4))
-    context = fill_in.drafter.create_context(batch=1, length=8)
+    context = fill_in.drafter.create_context(slots=1, num_pages=1, page_len=8)
     context = jax.tree.map(lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape) % 7 / 7, context)
 
     def hidden(drafter: DSpark):

@@ -14,7 +14,9 @@ from dspark_jax.drafters.config import RNN, Confidence, Eagle3Config, Gated, Mar
 from dspark_jax.engine.engine import Engine, EngineConfig
 from dspark_jax.engine.requests import Request, SamplingOptions
 from dspark_jax.engine.state import Weights
-from dspark_jax.speculation.verify_length import FullBlock, VerifyPolicy
+from dspark_jax.speculation.cost import CostTable
+from dspark_jax.speculation.schedule import Scheduler
+from dspark_jax.speculation.verify_length import FullBlock
 from dspark_jax.targets.decoder import Decoder
 from dspark_jax.testing.tiny import TinyDrafter, TinyTarget, tiny_drafter, tiny_target
 
@@ -107,10 +109,11 @@ class TinyEngines:
     def engine(
         self,
         name: str | None,
-        policy: VerifyPolicy | None = None,
+        policy: Scheduler | None = None,
         *,
         slots: int = 1,
         max_context: int = 64,
+        **config,
     ) -> Engine:
         """An engine with the drafter of that name; None decodes plainly."""
         drafter = name and self.drafter(name)
@@ -123,8 +126,30 @@ class TinyEngines:
                 shared=drafter.shared if drafter else None,
             ),
             config=EngineConfig(
-                slots=slots, max_context=max_context, policy=policy or FullBlock(), smallest_prefill=16
+                slots=slots,
+                max_context=max_context,
+                policy=policy or FullBlock(),
+                **{"smallest_prefill": 16, "page_len": 16} | config,
             ),
+            table=self.table(policy, slots, max_context),
+        )
+
+    def table(self, policy, slots: int, max_context: int) -> CostTable:
+        """Made-up times under which it pays to verify some tokens, but not all."""
+        config = EngineConfig(slots=slots, max_context=max_context, policy=policy or FullBlock())
+        buckets = config.request_buckets
+        declared = [config.row_buckets(requests, self.block_len) for requests in buckets]
+        rows = sorted({row for of_bucket in declared for row in of_bucket})
+        verify_ms_np = np.array(
+            [[4 + row**0.8 if row in of_bucket else np.inf for row in rows] for of_bucket in declared]
+        )
+        return CostTable(
+            request_buckets=buckets,
+            row_buckets=tuple(rows),
+            context_buckets=(max_context,),
+            verify_ms_np=verify_ms_np[..., None],
+            draft_ms_np=np.array([[0.5 + 0.1 * requests] for requests in buckets]),
+            fingerprint="made up",
         )
 
     def requests(self, lengths: Sequence[int] = (3, 9, 1, 14, 6, 8), **changes) -> list[Request]:

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.drafters.contract import DraftBlock
 from dspark_jax.drafters.dspark import DSpark
 from dspark_jax.engine import programs
 from dspark_jax.engine.engine import Engine
 from dspark_jax.engine.requests import Request
+from dspark_jax.engine.state import Drafts
 from dspark_jax.speculation.verify_length import FixedLength, VerifyPolicy
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -39,18 +39,19 @@ def drafting_error(tiny, name: str, policy: VerifyPolicy | None = None) -> float
     return max(errors)
 
 
-def _drafted(engine: Engine, requests: list[Request]) -> list[tuple[np.ndarray, np.ndarray, DraftBlock]]:
-    """(active [B], anchor positions [B], block) of every round, told by the engine's own program."""
+def _drafted(engine: Engine, requests: list[Request]) -> list[tuple[np.ndarray, np.ndarray, Drafts]]:
+    """(who drafted [B], anchor positions [B], blocks) of every round, told by the engine's own program."""
     rounds = []
     draft = programs.draft
 
     def tell(*arrays):
         rounds.append(jax.tree.map(np.asarray, arrays))
 
-    def telling_draft(weights, state, **options):
-        block = draft(weights, state, **options)
-        jax.debug.callback(tell, state.active_B, state.positions_B, block)
-        return block
+    def telling_draft(weights, state, drafts, slots_R, table_RN, **options):
+        drafts = draft(weights, state, drafts, slots_R, table_RN, **options)
+        drafted_B = jnp.zeros_like(state.active_B).at[slots_R].set(True, mode="drop") & state.active_B
+        jax.debug.callback(tell, drafted_B, state.positions_B, drafts)
+        return drafts
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "draft", telling_draft)
@@ -60,7 +61,7 @@ def _drafted(engine: Engine, requests: list[Request]) -> list[tuple[np.ndarray, 
     return rounds
 
 
-def _errors(tiny, name: str, request: Request, blocks: list[tuple[int, DraftBlock]]) -> list[float]:
+def _errors(tiny, name: str, request: Request, blocks: list[tuple[int, Drafts]]) -> list[float]:
     sequence = request.prompt_tokens + request.emitted
     probs_AGV, confidence_AG = _training_view(tiny, name, sequence, [anchor for anchor, _ in blocks])
     errors, compared = [], 0
@@ -120,8 +121,8 @@ def test_with_fewer_verified_rows_than_drafted_tokens(tiny, name):
 def test_a_shifted_position_is_caught(tiny, monkeypatch):
     right = DSpark.draft
 
-    def shifted(self, params, shared, context, anchors_B, positions_B, sampler):
-        return right(self, params, shared, context, anchors_B, positions_B + 1, sampler)
+    def shifted(self, params, shared, context, anchors_B, positions_B, sampler, paging):
+        return right(self, params, shared, context, anchors_B, positions_B + 1, sampler, paging)
 
     monkeypatch.setattr(DSpark, "draft", shifted)
 
@@ -132,8 +133,9 @@ def test_a_shifted_position_is_caught(tiny, monkeypatch):
 def test_a_context_that_is_not_extended_is_caught(tiny, monkeypatch, name):
     right = programs.commit
 
-    def without_context(weights, state, output, verified, *, drafter):
-        return right(weights, state, output, verified, drafter=None)
+    def without_context(weights, state, output, verified, step, *, models):
+        models = dataclasses.replace(models, drafter=None)
+        return right(weights, state, output, verified, step, models=models)
 
     monkeypatch.setattr(programs, "commit", without_context)
 
@@ -144,9 +146,9 @@ def test_a_context_that_is_not_extended_is_caught(tiny, monkeypatch, name):
 def test_wrong_tokens_in_the_context_are_caught(tiny, monkeypatch, name):
     right = programs.commit
 
-    def shifted(weights, state, output, verified, *, drafter):
+    def shifted(weights, state, output, verified, step, *, models):
         moved = dataclasses.replace(verified, tokens_BT=jnp.roll(verified.tokens_BT, -1, axis=1))
-        return right(weights, state, output, moved, drafter=drafter)
+        return right(weights, state, output, moved, step, models=models)
 
     monkeypatch.setattr(programs, "commit", shifted)
 
@@ -156,8 +158,8 @@ def test_wrong_tokens_in_the_context_are_caught(tiny, monkeypatch, name):
 def test_a_context_of_the_wrong_layer_is_caught(tiny, monkeypatch):
     right = programs.Models.run_target
 
-    def next_layer(self, weights, tokens_BT, start_B, cache):
-        output = right(self, weights, tokens_BT, start_B, cache)
+    def next_layer(self, weights, tokens_M, cache, paging):
+        output = right(self, weights, tokens_M, cache, paging)
         return output.replace(features_BTCD=output.features_BTCD[:, :, ::-1])
 
     monkeypatch.setattr(programs.Models, "run_target", next_layer)

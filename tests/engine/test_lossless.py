@@ -10,7 +10,9 @@ import pytest
 
 from dspark_jax.engine import programs
 from dspark_jax.engine.requests import SamplingOptions
-from dspark_jax.nn.kv_cache import KVCache, write_rows
+from dspark_jax.nn.kv_cache import KVCache
+from dspark_jax.nn.paged_cache import Rows, write
+from dspark_jax.speculation.schedule import Algorithm1, Lagged
 from dspark_jax.speculation.verify_length import ConfidenceThreshold, FixedLength, FullBlock
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -20,6 +22,8 @@ POLICIES = {
     **{f"fixed-{length}": FixedLength(length=length) for length in range(G + 1)},
     "full": FullBlock(),
     "threshold": ConfidenceThreshold(threshold=0.5),
+    "algorithm1": Algorithm1(),
+    "lagged": Lagged(),
 }
 
 
@@ -83,20 +87,23 @@ def test_batch_mates_change_nothing(tiny):
 # Each of these engines is broken on purpose; what catches it is the comparison of the tests above.
 
 
-def without_the_anchors_keys(weights, state, output, verified, *, drafter, right=programs.commit):
+def without_the_anchors_keys(weights, state, output, verified, step, *, models, right=programs.commit):
     """Forgets the K/V row of the round's first token, the bonus of the round before."""
-    rows_BTKH = jnp.zeros_like(output.cache.keys_BKSH[0][:, :, :1]).swapaxes(1, 2)
+    table_RN, slots_R = step.paging.table_RN, step.paging.slots_R
+    anchors = Rows(jnp.arange(len(slots_R)), state.positions_B[slots_R], jnp.zeros_like(slots_R))
 
     def forget(buffers):
-        return tuple(write_rows(buffer, rows_BTKH, state.positions_B) for buffer in buffers)
+        shapes = [(len(slots_R), *pages.shape[1::2]) for pages in buffers]
+        rows = map(jnp.zeros, shapes)
+        return tuple(write(pages, x, table_RN, anchors) for pages, x in zip(buffers, rows, strict=True))
 
-    new = right(weights, state, output, verified, drafter=drafter)
-    return new.replace(cache=KVCache(forget(new.cache.keys_BKSH), forget(new.cache.values_BKSH)))
+    new = right(weights, state, output, verified, step, models=models)
+    return new.replace(cache=KVCache(forget(new.cache.keys_PKSH), forget(new.cache.values_PKSH)))
 
 
-def one_position_too_far(weights, state, output, verified, *, drafter, right=programs.commit):
+def one_position_too_far(weights, state, output, verified, step, *, models, right=programs.commit):
     """Skips a position after every round."""
-    new = right(weights, state, output, verified, drafter=drafter)
+    new = right(weights, state, output, verified, step, models=models)
     return new.replace(positions_B=new.positions_B + 1)
 
 

@@ -13,7 +13,10 @@ import pytest
 from dspark_jax.engine.engine import EngineConfig
 from dspark_jax.engine.requests import Request, SamplingOptions
 from dspark_jax.speculation.sampling import Draw
+from dspark_jax.speculation.schedule import Lagged
 from dspark_jax.speculation.verify_length import ConfidenceThreshold, FixedLength, FullBlock
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @contextlib.contextmanager
@@ -27,9 +30,11 @@ def compilations(caplog) -> Iterator[list[str]]:
         names += [message.split()[1] for message in messages if message.startswith("Compiling ")]
 
 
-@pytest.mark.parametrize("name", ["markov", None])
-def test_after_the_warm_up_nothing_compiles(tiny, caplog, name):
-    engine = tiny.engine(name, slots=3)
+@pytest.mark.parametrize(
+    ("name", "policy"), [("markov", Lagged()), (None, FullBlock())], ids=["lagged", "plain"]
+)
+def test_after_the_warm_up_nothing_compiles(tiny, caplog, name, policy):
+    engine = tiny.engine(name, policy, slots=3, num_pages=12, prefill_tokens=16)
     with compilations(caplog) as warm_up:
         engine.warm_up()
     assert any("round" in program for program in warm_up), "the log says what compiles"
@@ -49,17 +54,18 @@ def test_after_the_warm_up_nothing_compiles(tiny, caplog, name):
                 seed=int(rng.integers(2**32)),
             ),
         )
-        for number in range(60)
+        for number in range(300)
     ]
     with compilations(caplog) as later:
-        for number, request in enumerate(engine.run(requests[:50])):
+        for number, request in enumerate(engine.run(requests[1:])):
             assert request.emitted
             if number == 20:
-                late = requests[50]
+                late = requests[0]
                 engine.submit(late)
                 engine.cancel(late)
 
     assert later == []
+    assert engine.counters["shared_tokens"] == 0 and engine.pages.num_held == 0
     assert engine.compile_s == compile_s > 0
 
 
@@ -84,8 +90,24 @@ def test_warming_up_again_costs_nothing(tiny):
 def test_declared_shapes():
     config = EngineConfig(max_context=300, smallest_prefill=64)
     assert config.prefill_buckets == (64, 128, 256, 512)
-    assert config.verify_buckets(7) == (7,)
-    assert EngineConfig(policy=FullBlock()).verify_buckets(5) == (5,)
-    assert EngineConfig(policy=FixedLength(length=2)).verify_buckets(5) == (2,)
-    for block_len, expected in ((1, (0, 1)), (4, (0, 1, 2, 4)), (7, (0, 1, 2, 4, 7))):
-        assert EngineConfig(policy=ConfidenceThreshold(threshold=0.5)).verify_buckets(block_len) == expected
+    assert EngineConfig(max_context=300, prefill_tokens=128).prefill_buckets == (64, 128)
+    assert config.chunks(0, 70) == [(0, 70, 128)]
+    assert EngineConfig(prefill_tokens=64, smallest_prefill=64).chunks(10, 90) == [(10, 64, 64), (74, 16, 64)]
+    assert [EngineConfig(slots=n).request_buckets for n in (1, 4, 6, 64)] == [
+        (1,),
+        (1, 4),
+        (1, 4, 6),
+        (1, 4, 16, 64),
+    ]
+
+
+def test_declared_rows():
+    def rows(policy, requests=4, block_len=7):
+        return EngineConfig(policy=policy).row_buckets(requests, block_len)
+
+    assert rows(FullBlock()) == (4, 32)
+    assert rows(FixedLength(length=2)) == (4, 12)
+    assert rows(FixedLength(length=0)) == (4,)
+    assert rows(FullBlock(), block_len=0) == (4,)
+    assert rows(Lagged()) == rows(ConfidenceThreshold(threshold=0.5)) == (4, 6, 8, 12, 16, 24, 32)
+    assert rows(Lagged(), requests=1, block_len=3) == (1, 2, 3, 4)

@@ -44,9 +44,10 @@ class SmolLM2:
         """A float32 engine; None decodes plainly."""
         config = EngineConfig(slots=slots, max_context=self.max_context, policy=policy or FullBlock())
         engine = make_engine(self.target, self.draft if policy else None, config)
-        # A policy changes one program only: the others need no second compilation.
-        shared = self._programs.setdefault((policy is None, slots), engine._programs)
-        engine._programs.update({name: program for name, program in shared.items() if name[0] != "round"})
+        # A fixed length changes few programs: the others need no second compilation.
+        compiled = engine._programs.compiled
+        shared = self._programs.setdefault((policy is None, slots), compiled)
+        compiled.update({name: p for name, p in shared.items() if name[0] in ("prefill", "draft")})
         return engine
 
     def requests(self, ids: list[str]) -> list[Request]:

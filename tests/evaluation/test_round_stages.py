@@ -12,7 +12,7 @@ from dspark_jax.evaluation.round_stages import RoundStages, take_round_apart
 from dspark_jax.testing.tiny import tiny_drafter, tiny_target
 
 PROMPT = [3, 1, 4, 1, 5]
-CONFIG = EngineConfig(max_context=48, smallest_prefill=8)
+CONFIG = EngineConfig(max_context=48, smallest_prefill=8, page_len=16)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def test_staged_rounds_are_fused_rounds(stages):
     staged, fused = stages.start(PROMPT), stages.start(PROMPT)
     for _ in range(3):
         staged = stages.staged_round(staged)
-        fused, _ = stages.fused(stages.weights, fused)
+        fused = stages.fused_round(fused)
 
     assert int(staged.positions_B[0]) >= len(PROMPT) + 3
     np.testing.assert_array_equal(staged.anchors_B, fused.anchors_B)

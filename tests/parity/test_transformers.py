@@ -147,7 +147,7 @@ def test_gemma4_with_a_cache(case, tmp_path):
         output = apply({"params": params}, tokens_1T, start_B=np.asarray([start], np.int32), cache=cache)
         return output.logits_BTV, output.cache
 
-    logits, cache = run(tokens_1T[:, :16], 0, KVCache.create(config.layers, batch=1, length=32))
+    logits, cache = run(tokens_1T[:, :16], 0, KVCache.create(config.layers, num_pages=1, page_len=32))
     parts = [logits]
     _, cache = run((tokens_1T[:, :6] + 1) % config.vocab_size, 16, cache)  # rejected
     for start, end in ((16, 22), (22, 23), (23, 24)):

@@ -22,6 +22,7 @@ from dspark_jax.serving import jsonl
 from dspark_jax.serving.jsonl import ServeConfig, serve_file
 from dspark_jax.testing.loaded import as_loaded_target
 from dspark_jax.testing.tiny import tiny_drafter, tiny_target
+from dspark_jax.testing.tokenizer import tiny_tokenizer
 
 MAX_CONTEXT = 96
 

@@ -37,7 +37,7 @@ def run(target: TinyTarget, tokens_BT, start_B=None, cache=None, taps=TAPS):
 
 def empty_cache(target: TinyTarget, batch: int) -> KVCache:
     """A cache whose unwritten rows are poison: whoever reads one is found out."""
-    cache = KVCache.create(target.config.layers, batch=batch, length=LENGTH)
+    cache = KVCache.create(target.config.layers, num_pages=batch, page_len=LENGTH)
     return jax.tree.map(lambda x: jnp.full(x.shape, 1e4), cache)
 
 
