@@ -112,7 +112,8 @@ def train(
     if resumes:
         state, saved = _restored(config, checkpoints, own_step, blueprint)
         batches.set_state(saved["position"])
-        clock.resume(saved["clock"])
+        if own_step:
+            clock.resume(saved["clock"])
     else:
         given_params = inputs.given_params
         if given_params is None and config.drafter.warm_start_sequences:
