@@ -82,6 +82,7 @@ def naive_loss(
     target_logz_BM: Array,
     labels_BM: Array,
     weights: RowWeights,
+    softcap: None = None,  # Qwen3 has none
     chunk: int = 0,  # ignored: it stands in for block_loss
     dtype=jnp.float32,
 ) -> tuple[Array, RowTerms]:

@@ -4,15 +4,26 @@ A training step has [anchors, G, V] logits, in float32 several times: far more t
 term here is linear in per-row weights that are known before the logits are, so its gradient can be taken
 while a chunk of logits is at hand. `block_loss` walks over chunks of rows, adds up the loss AND the
 gradients, and forgets the logits; the backward pass only multiplies by the incoming cotangent.
+
+On a mesh every device has one part of the vocabulary: what it passes on is a few numbers per row and a
+gradient of width D, never logits or the LM head.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
+from dspark_jax.core.sharding import axes_size, by_device, divided_over, mesh_axes
+
+MASKED = -1e30
 EPSILON = 1e-6
 
 
@@ -50,35 +61,83 @@ class RowTerms:
     agree_BM: Array
 
 
+@dataclasses.dataclass(frozen=True)
+class _Vocabulary:
+    """Reductions over a vocabulary of which this device has one part of equal parts.
+
+    Attributes:
+      size: V; what is behind it in the last parts is padding, and has no chance of anything.
+      axes: mesh axes that divide it; none if it is whole.
+    """
+
+    size: int
+    axes: tuple[str, ...]
+
+    def ids(self, width: int) -> Array:
+        """Ids [width] of this device's part."""
+        first = jax.lax.axis_index(self.axes) * width if self.axes else 0
+        return first + jnp.arange(width)
+
+    def unpadded(self, logits: Array) -> Array:
+        """Logits [..., part] with -1e30 on the padding."""
+        width = logits.shape[-1]
+        if width * axes_size(self.axes) == self.size:
+            return logits
+        return jnp.where(self.ids(width) < self.size, logits, MASKED)
+
+    def sum(self, parts: Any) -> Any:
+        return jax.lax.psum(parts, self.axes) if self.axes else parts
+
+    def max(self, part: Array) -> Array:
+        return jax.lax.pmax(part, self.axes) if self.axes else part
+
+    def argmax(self, logits: Array) -> tuple[Array, Array]:
+        """(largest logit, its id) over the last axis; of equal ones the first."""
+        top = self.max(logits.max(-1))
+        # `jnp.argmax` would write an array of indices as large as the logits on a CPU.
+        first = jnp.where(logits == top[..., None], self.ids(logits.shape[-1]), self.size).min(-1)
+        return top, jax.lax.pmin(first, self.axes) if self.axes else first
+
+    def log_mass(self, logits: Array, top: Array) -> Array:
+        """log sum exp over the last axis, whose largest logit is `top`."""
+        return top + jnp.log(self.sum(jnp.exp(logits - top[..., None]).sum(-1)))
+
+
 def _chunk_terms(
-    logits_V: Array, target_logits_V: Array, logz: Array, labels: Array
-) -> tuple[RowTerms, Array, Array]:
-    """(terms, log q, p) for rows [..., V]; labels are draft ids, -1 for none."""
-    log_q = jax.nn.log_softmax(logits_V, axis=-1)
+    vocabulary: _Vocabulary,
+    logits_V: Array,
+    target_logits_V: Array,
+    logz: Array | None,
+    labels: Array,
+    weights: RowWeights,
+) -> tuple[RowTerms, Array]:
+    """(terms, d(weighted loss)/d(draft logits)) of rows [..., V]; labels are draft ids, -1 for none."""
+    top, best = vocabulary.argmax(logits_V)
+    target_top, target_best = vocabulary.argmax(target_logits_V)
+    if logz is None:
+        logz = vocabulary.log_mass(target_logits_V, target_top)
+    log_q = logits_V - vocabulary.log_mass(logits_V, top)[..., None]
     q, p = jnp.exp(log_q), jnp.exp(target_logits_V - logz[..., None])
-    outside = jnp.maximum(1.0 - p.sum(-1), 0.0)
-    tv = jnp.abs(q - p).sum(-1) + outside
-    picked = jnp.take_along_axis(log_q, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
-    agree = logits_V.argmax(-1) == target_logits_V.argmax(-1)
-    terms = RowTerms(
-        ce_BM=jnp.where(labels >= 0, -picked, 0.0),
-        tv_BM=tv,
-        kl_BM=-(p * log_q).sum(-1),
-        accept_BM=jnp.clip(1.0 - 0.5 * tv, 0.0, 1.0),
-        agree_BM=agree.astype(jnp.float32),
-    )
-    return terms, log_q, p
-
-
-def _chunk_gradient(weights: RowWeights, log_q: Array, p: Array, labels: Array) -> Array:
-    """d(weighted loss)/d(draft logits) of rows [..., V]."""
-    q = jnp.exp(log_q)
     sign = jnp.sign(q - p)
-    tv = q * (sign - (q * sign).sum(-1, keepdims=True))
-    kl = q * p.sum(-1, keepdims=True) - p
-    ce = q - (jnp.arange(q.shape[-1]) == labels[..., None])
+    is_label = vocabulary.ids(q.shape[-1]) == labels[..., None]
+    inside, distance, kl, ce, q_sign = vocabulary.sum(
+        tuple(x.sum(-1) for x in (p, jnp.abs(q - p), -p * log_q, jnp.where(is_label, -log_q, 0.0), q * sign))
+    )
+    tv = distance + jnp.maximum(1.0 - inside, 0.0)
+    terms = RowTerms(
+        ce_BM=ce,
+        tv_BM=tv,
+        kl_BM=kl,
+        accept_BM=jnp.clip(1.0 - 0.5 * tv, 0.0, 1.0),
+        agree_BM=(best == target_best).astype(jnp.float32),
+    )
     ce_weight = jnp.where(labels >= 0, weights.ce_BM, 0.0)
-    return weights.tv_BM[..., None] * tv + weights.kl_BM[..., None] * kl + ce_weight[..., None] * ce
+    gradient = (
+        weights.tv_BM[..., None] * q * (sign - q_sign[..., None])
+        + weights.kl_BM[..., None] * (q * inside[..., None] - p)
+        + ce_weight[..., None] * (q - is_label)
+    )
+    return terms, gradient
 
 
 def _soft_capped(logits: Array, cap: float | None) -> tuple[Array, Array | float]:
@@ -89,10 +148,22 @@ def _soft_capped(logits: Array, cap: float | None) -> tuple[Array, Array | float
     return cap * share, 1.0 - share * share
 
 
-def _loss_and_gradients(
-    softcap, chunk, dtype, hidden_BMD, latent_BMR, w2_RV, head_DV, target_BMD, logz_BM, labels_BM, weights
+def _one_pass(
+    softcap,
+    chunk,
+    dtype,
+    vocabulary,
+    batch_axes,
+    hidden_BMD,
+    latent_BMR,
+    w2_RV,
+    head_DV,
+    target_BMD,
+    logz_BM,
+    labels_BM,
+    weights,
 ):
-    """One pass: (loss, terms) and the gradients of hidden, latent and W2."""
+    """(loss, terms) and the gradients of hidden, latent and W2, from one device's rows and its vocabulary."""
     B, M, _ = hidden_BMD.shape
     chunk = min(chunk, M)
     padding = -M % chunk
@@ -111,30 +182,45 @@ def _loss_and_gradients(
         target_logits, _ = _soft_capped(matmul("bmd,dv->bmv", target, head_DV), softcap)
         if latent is not None:
             logits = logits + matmul("bmr,rv->bmv", latent, w2_RV)
-        terms, log_q, p = _chunk_terms(logits, target_logits, logz, labels)
+        logits, target_logits = vocabulary.unpadded(logits), vocabulary.unpadded(target_logits)
+        terms, gradient = _chunk_terms(vocabulary, logits, target_logits, logz, labels, weight)
         loss += (weight.ce_BM * terms.ce_BM + weight.tv_BM * terms.tv_BM + weight.kl_BM * terms.kl_BM).sum()
-        gradient = _chunk_gradient(weight, log_q, p, labels)
         grad_latent = None
         if latent is not None:
             grad_latent = matmul("bmv,rv->bmr", gradient, w2_RV)
             grad_w2 = grad_w2 + matmul("bmr,bmv->rv", latent, gradient)
-        return (loss, grad_w2), (terms, matmul("bmv,dv->bmd", gradient * slope, head_DV), grad_latent)
+        grad_hidden = matmul("bmv,dv->bmd", gradient * slope, head_DV)
+        return (loss, grad_w2), (terms, *vocabulary.sum((grad_hidden, grad_latent)))
 
     rows = jax.tree.map(chunked, (hidden_BMD, latent_BMR, target_BMD, logz_BM, labels_BM, weights))
     start = (jnp.zeros(()), None if w2_RV is None else jnp.zeros(w2_RV.shape))
-    (loss, grad_w2), per_row = jax.lax.scan(step, start, rows)
+    totals, per_row = jax.lax.scan(step, start, rows)
+    loss, grad_w2 = jax.lax.psum(totals, batch_axes) if batch_axes else totals
     terms, grad_hidden, grad_latent = jax.tree.map(
         lambda x: jnp.moveaxis(x, 0, 1).reshape(B, M + padding, *x.shape[3:])[:, :M], per_row
     )
     return (loss, terms), (grad_hidden, grad_latent, grad_w2)
 
 
+def _loss_and_gradients(softcap, chunk, dtype, *arrays):
+    """`_one_pass` on every device's sequences and part of the vocabulary."""
+    hidden_BMD, latent_BMR, w2_RV, head_DV, *others = arrays
+    V = head_DV.shape[1]
+    batch_axes, axes = divided_over("batch", len(hidden_BMD)), mesh_axes("vocab")
+    padding = ((0, 0), (0, -V % axes_size(axes)))
+    w2_RV, head_DV = jax.tree.map(lambda x: jnp.pad(x, padding), (w2_RV, head_DV))
+    rows, words = PartitionSpec(batch_axes or None), PartitionSpec(None, axes or None)
+    one_pass = functools.partial(_one_pass, softcap, chunk, dtype, _Vocabulary(V, axes), batch_axes)
+    result, (grad_hidden, grad_latent, grad_w2) = by_device(
+        one_pass,
+        (rows, rows, words, words, rows, rows, rows, rows),
+        ((PartitionSpec(), rows), (rows, rows, words)),
+    )(hidden_BMD, latent_BMR, w2_RV, head_DV, *others)
+    return result, (grad_hidden, grad_latent, None if grad_w2 is None else grad_w2[:, :V])
+
+
 def _value(softcap, chunk, dtype, *arrays) -> tuple[Array, RowTerms]:
     return _loss_and_gradients(softcap, chunk, dtype, *arrays)[0]
-
-
-def _forward(softcap, chunk, dtype, *arrays):
-    return _loss_and_gradients(softcap, chunk, dtype, *arrays)
 
 
 def _backward(softcap, chunk, dtype, gradients, cotangents):
@@ -144,7 +230,7 @@ def _backward(softcap, chunk, dtype, gradients, cotangents):
 
 
 _block_loss = jax.custom_vjp(_value, nondiff_argnums=(0, 1, 2))
-_block_loss.defvjp(_forward, _backward)
+_block_loss.defvjp(_loss_and_gradients, _backward)
 
 
 def block_loss(
@@ -154,7 +240,7 @@ def block_loss(
     w2_RV: Array | None,
     head_DV: Array,
     target_hidden_BMD: Array,
-    target_logz_BM: Array,
+    target_logz_BM: Array | None,
     labels_BM: Array,
     weights: RowWeights,
     softcap: float | None = None,
@@ -173,7 +259,8 @@ def block_loss(
       w2_RV: sequential-head projection, or None.
       head_DV: the target's LM head cut to the draft vocabulary.
       target_hidden_BMD: the target's final-normed hidden state at each row's position.
-      target_logz_BM: log-sum-exp of the target's logits over its FULL vocabulary.
+      target_logz_BM: log-sum-exp of the target's logits over its FULL vocabulary; None where the head has all
+        of it, and this is what it says.
       labels_BM: draft ids of the true tokens; -1 where the drafter cannot propose it.
       weights: per-row weights, denominators included.
       softcap: the target's soft cap on logits, or None.

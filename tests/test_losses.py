@@ -10,6 +10,8 @@ import numpy as np
 import optax
 import pytest
 
+from dspark_jax.core.program_costs import collectives, largest_array_bytes
+from dspark_jax.core.sharding import make_mesh, on_mesh, param_sharding, replicated
 from dspark_jax.losses import RowWeights, block_loss, confidence_loss, slot_weights
 
 B, M, D, R, V, FULL = 2, 7, 5, 3, 12, 20  # the drafter proposes 12 of the target's 20 tokens
@@ -254,3 +256,119 @@ def test_slot_weights():
     weights = slot_weights(jnp.asarray(mask), jnp.array([[0, 1, 2, 3]]), 4.0)
 
     np.testing.assert_allclose(weights, [[1, np.exp(-1 / 4), 0, np.exp(-3 / 4)]], rtol=1e-6)
+
+
+def on_axes(weights: RowWeights, shift: float = 0.0, **axes: int) -> tuple:
+    """The loss (value, terms, gradients) on a mesh; `shift` moves all logits of target and drafter alike."""
+    mesh = make_mesh(**axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
+    x = inputs()
+    ones = np.ones((B, M, 1), np.float32)
+    arrays = {
+        "hidden_BMD": np.concatenate([x["hidden_BMD"], ones], axis=-1),
+        "target_hidden_BMD": np.concatenate([x["target_hidden_BMD"], ones], axis=-1),
+        "head_DV": np.concatenate([x["head_DV"], np.full((1, V), shift, np.float32)]),
+        "target_logz_BM": x["target_logz_BM"] + shift,
+        **{name: x[name] for name in ("latent_BMR", "w2_RV", "labels_BM")},
+    }
+
+    @jax.jit
+    def run(trained, frozen):
+        def loss(trained):
+            with on_mesh(mesh):
+                return block_loss(**trained, **frozen, weights=weights, chunk=3)
+
+        return jax.value_and_grad(loss, has_aux=True)(trained)
+
+    arrays = jax.device_put(arrays, replicated(mesh))
+    trained = {name: arrays.pop(name) for name in ("hidden_BMD", "latent_BMR", "w2_RV")}
+    (value, terms), gradients = run(trained, arrays)
+    return value, terms, {**gradients, "hidden_BMD": gradients["hidden_BMD"][..., :-1]}
+
+
+@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 4}, {"tensor": 8}], ids=["divided", "padded"])
+@pytest.mark.parametrize("shift", [0.0, -30.0], ids=["", "all-logits-negative"])
+def test_parts_of_the_vocabulary_make_the_whole_and_padding_has_no_chance(axes, shift):
+    """12 words on 8 devices are padded to 16; a padded logit of 0 would win against logits around -30."""
+    weights = only("ce", "tv", "kl")
+    ours, whole = on_axes(weights, shift, **axes), on_axes(weights, shift, data=1)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+    assert 0 < whole[1].agree_BM.mean() < 1
+
+
+def test_a_whole_head_tells_the_normaliser():
+    x = inputs()
+    names = ("hidden_BMD", "latent_BMR", "w2_RV", "head_DV", "target_hidden_BMD", "labels_BM")
+    arrays = {name: x[name] for name in names}
+    logz_BM = jax.nn.logsumexp(x["target_hidden_BMD"] @ x["head_DV"], axis=-1)
+    given, found = (
+        block_loss(**arrays, target_logz_BM=logz, weights=only("ce", "tv", "kl"), chunk=3)
+        for logz in (logz_BM, None)
+    )
+    for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def compiled_loss(rows: int, vocab_size: int, chunk: int, mesh=None, width: int = 8):
+    """The loss and its gradients, compiled for shapes; the head lies divided over the mesh."""
+
+    def shape(*sizes: int, axes=None, dtype=jnp.float32):
+        sharding = (
+            None if mesh is None else param_sharding(mesh, axes or ("batch", *[None] * (len(sizes) - 1)))
+        )
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+    batch = 1 if mesh is None else 2
+    row = shape(batch, rows)
+
+    def loss(hidden, latent, w2, head, target, logz, labels, weights):
+        with on_mesh(mesh):
+            return block_loss(
+                hidden_BMD=hidden,
+                latent_BMR=latent,
+                w2_RV=w2,
+                head_DV=head,
+                target_hidden_BMD=target,
+                target_logz_BM=logz,
+                labels_BM=labels,
+                weights=weights,
+                chunk=chunk,
+            )[0]
+
+    return (
+        jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        .lower(
+            shape(batch, rows, width),
+            shape(batch, rows, 4),
+            shape(4, vocab_size, axes=("rank", "vocab")),
+            shape(width, vocab_size, axes=("embed", "vocab")),
+            shape(batch, rows, width),
+            row,
+            shape(batch, rows, dtype=jnp.int32),
+            RowWeights(row, row, row),
+        )
+        .compile()
+    )
+
+
+def test_no_array_is_larger_than_one_chunk_of_logits():
+    chunk, vocab_size = 32, 1000
+    for rows in (64, 256):
+        assert largest_array_bytes(compiled_loss(rows, vocab_size, chunk)) == 4 * chunk * vocab_size
+
+
+def test_neither_head_nor_logits_travel_between_devices():
+    """What does is per row: sums over the vocabulary and gradients of the width."""
+    chunk, width = 4, 8
+    mesh = make_mesh(data=2, tensor=4)
+    found = collectives(compiled_loss(12, 4096, chunk, mesh, width))
+    assert set(found) == {"all-reduce"}
+    grad_w2_bytes = 4 * 4 * 4096 // 4  # summed over the sequences, each device its own words
+    assert found["all-reduce"].largest_bytes <= grad_w2_bytes + 4
+
+
+def test_no_loss_is_compiled_with_logits_gathered_for_tpus(tpu_devices):
+    mesh = make_mesh(data=2, tensor=2, devices=tpu_devices("v5e:2x2"))
+    found = collectives(compiled_loss(16, 4096, 8, mesh, 128))
+    assert set(found) == {"all-reduce"}
+    assert found["all-reduce"].largest_bytes <= 4 * 4 * 4096 // 2 + 4

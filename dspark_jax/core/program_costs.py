@@ -28,6 +28,7 @@ _DTYPE_BYTES = {
     "u64": 8,
 }
 _OPERATION = re.compile(rf"= (.+?) ({'|'.join(COLLECTIVES)})(?:-start)?\(")
+_MADE = re.compile(r"= (\(?[a-z]+\d*\[.*?) (?!parameter|get-tuple-element|tuple|while|conditional)[a-z-]+\(")
 _SHAPE = re.compile(r"([a-z]+\d*)\[([\d,]*)\]")
 
 
@@ -67,7 +68,13 @@ def _of_jaxpr(jaxpr: Any) -> MatmulCost:
         elif name == "cond":
             total += max((_of_jaxpr(branch.jaxpr) for branch in params["branches"]), key=lambda c: c.flops)
         else:
-            times = params["length"] if name == "scan" else 1
+            times = 1
+            if name == "scan":
+                times = params["length"]
+            elif name == "pallas_call":
+                times = math.prod(params["grid_mapping"].grid)  # what it skips is counted, too
+            elif name == "shard_map":  # seen from one device
+                times = params["mesh"].size
             for inner in _inner_jaxprs(params):
                 total += _of_jaxpr(inner) * times
     return total
@@ -112,6 +119,12 @@ def collectives(compiled: jax.stages.Compiled) -> dict[str, Collective]:
         kind: Collective(count=len(sizes), largest_bytes=max(sizes), total_bytes=sum(sizes))
         for kind, sizes in sorted(found.items())
     }
+
+
+def largest_array_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes of the largest array that any instruction of a compiled program makes, on one device."""
+    made = _MADE.findall(compiled.as_text() or "")
+    return max(_shape_bytes(shape) for result in made for shape in _SHAPE.findall(result))
 
 
 def _shape_bytes(shape: tuple[str, str]) -> int:

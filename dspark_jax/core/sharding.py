@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax.core.errors import InputError
 
@@ -45,9 +49,9 @@ def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices=None) ->
 
 
 def partition_spec(
-    mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...] | None = None
+    mesh: Mesh | AbstractMesh, axes: tuple[str | None, ...], shape: tuple[int, ...] | None = None
 ) -> PartitionSpec:
-    """Logical axes -> PartitionSpec. An axis that a mesh size does not divide stays whole.
+    """Logical axes -> PartitionSpec. Mesh axes that do not divide an axis are left out, the last one first.
 
     Raises:
       InputError: an unknown logical axis, or two axes of one array on the same mesh axis.
@@ -67,10 +71,15 @@ def partition_spec(
                 fix="give one of the axes another logical name",
             )
         used |= set(mesh_axes)
-        size = int(np.prod([mesh.shape[name] for name in mesh_axes]))
-        divides = shape is None or shape[i] % size == 0
-        parts.append(mesh_axes if mesh_axes and divides else None)
+        parts.append((mesh_axes if shape is None else _dividing(mesh, mesh_axes, shape[i])) or None)
     return PartitionSpec(*parts)
+
+
+def _dividing(mesh: Mesh | AbstractMesh, mesh_axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+    """The first of the mesh axes, as many as divide an array axis of this size."""
+    while size % int(np.prod([mesh.shape[name] for name in mesh_axes])):
+        mesh_axes = mesh_axes[:-1]
+    return mesh_axes
 
 
 def param_sharding(
@@ -83,3 +92,48 @@ def param_sharding(
 def replicated(mesh: Mesh) -> NamedSharding:
     """Whole on every device."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+    """Inside, while a program is traced, `by_device` and `divided_over` speak of this mesh."""
+    if mesh is None or mesh.size == 1:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
+def divided_over(axis: str, size: int) -> tuple[str, ...]:
+    """Axes of the mesh of `on_mesh` that divide a logical axis of this size; none if it stays whole."""
+    mesh = _mesh()
+    return () if mesh is None else _dividing(mesh, RULES[axis], size)
+
+
+def mesh_axes(axis: str) -> tuple[str, ...]:
+    """All axes of the mesh of `on_mesh` that may divide a logical axis, which is padded if need be."""
+    return () if _mesh() is None else RULES[axis]
+
+
+def axes_size(axes: tuple[str, ...]) -> int:
+    """Into how many parts these axes of the mesh of `on_mesh` divide an array; also within `by_device`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else int(np.prod([mesh.shape[name] for name in axes]))
+
+
+def by_device(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """The function on each device's part of its arguments; the function itself without a mesh.
+
+    The compiler cannot divide a kernel by itself, and it divides a loss as it likes.
+
+    Args:
+      function: of arrays; its collectives name the axes that `divided_over` gives.
+      in_specs: a PartitionSpec for every argument, a prefix of the argument's tree.
+      out_specs: the same for the result.
+    """
+    if _mesh() is None:
+        return function
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _mesh() -> AbstractMesh | None:
+    """The mesh of `on_mesh`; None without one, and within `by_device`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if AxisType.Auto in mesh.axis_types else None

@@ -17,6 +17,7 @@ from dspark_jax.data.anchors import sample_anchors
 from dspark_jax.data.deepspec_cache import DeepSpecCache
 from dspark_jax.data.feature_record import FeatureRecord
 from dspark_jax.data.feature_store import FeatureStore
+from dspark_jax.data.packing import Document, collate, first_fit
 from dspark_jax.data.sources import Example
 
 _log = logging.getLogger(__name__)
@@ -27,17 +28,20 @@ class DataConfig:
     """Shapes and order of the training batches."""
 
     batch_size: int
-    """Sequences per optimiser step, over all processes together."""
+    """Rows per optimiser step, over all processes together."""
     max_length: int
     """Tokens per row: shorter sequences are padded on the right, longer ones are cut."""
     num_anchors: int
     """Draft blocks per sequence (A)."""
+    row_anchors: int | None = None
+    """Pack whole sequences into rows of at most `max_length` tokens and this many draft blocks; None: one
+    sequence per row."""
     balance_domains: bool = False
     """Draw equally many sequences from every domain; the smaller domains then repeat more often."""
     seed: int = 0
     """Decides the order of every epoch and the anchors of every record in it."""
     prefetch_batches: int = 4
-    """Batches prepared ahead by threads; has no influence on their content."""
+    """Batches prepared ahead by threads (of packed rows: documents for one); has no influence on content."""
     read_threads: int = 2
 
     def __post_init__(self):
@@ -46,6 +50,12 @@ class DataConfig:
                 raise InputError(
                     given=f"{name}={getattr(self, name)}", expected="at least 1", fix=f"raise {name}"
                 )
+        if self.row_anchors is not None and self.row_anchors < self.num_anchors:
+            raise InputError(
+                given=f"row_anchors={self.row_anchors} with num_anchors={self.num_anchors}",
+                expected="a row with room for the blocks of one sequence",
+                fix="raise row_anchors or lower num_anchors",
+            )
 
 
 class BatchIterator:
@@ -54,30 +64,20 @@ class BatchIterator:
     The state counts global batches, so a run may resume on another number of processes.
     """
 
-    def __init__(
-        self,
-        batches: grain.MapDataset,
-        *,
-        config: DataConfig,
-        fingerprint: str,
-        truncated_examples: int,
-        ids_of: Callable[[int], list[str]],
-    ):
-        options = grain.ReadOptions(
-            num_threads=config.read_threads, prefetch_buffer_size=config.prefetch_batches
-        )
-        self._iterator = iter(batches.to_iter_dataset(options))
+    def __init__(self, batches: grain.IterDataset, *, fingerprint: str, truncated_examples: int):
+        self._iterator = iter(batches)
         self._fingerprint = fingerprint
         self.truncated_examples = truncated_examples
         """How many records are longer than `max_length` and lose their end."""
-        self.ids_of = ids_of
-        """Ids of the records in global batch n, from 0, on all processes together."""
+        self.ids: Callable[[], list[str]] = list
+        """Ids of the records in the batch returned last, on all processes together."""
 
     def __iter__(self) -> BatchIterator:
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
-        return next(self._iterator)
+        batch, self.ids = next(self._iterator)
+        return batch
 
     def get_state(self) -> dict:
         """What is needed to continue after the batch returned last; plain JSON."""
@@ -113,30 +113,26 @@ def training_batches(
 
     Returns:
       An iterator of dicts with tokens_BT int32, loss_mask_BT bool, anchors_BA int32 (ascending, padded with
-      0) and keep_BA bool; from a feature store also features_BTCD and hidden_BTD (bfloat16), from one of
-      our own also logz_BT (float32). B counts this process's rows and T is `max_length`. Padding is
-      0 and false.
+      0) and keep_BA bool; of packed rows also starts_BT int32 (`packing.py`); from a feature store also
+      features_BTCD and hidden_BTD (bfloat16), from one of our own also logz_BT (float32). B counts this
+      process's rows and T is `max_length`. Padding is 0 and false.
     """
     if len(source) == 0:
         raise InputError(
             given="no records", expected="at least one", fix="check the paths and the held-out fraction"
         )
 
-    def with_anchors(record: Example | FeatureRecord, rng: np.random.Generator):
-        loss_mask_T = _example(record).loss_mask_np[: config.max_length]
-        return record, *sample_anchors(rng, loss_mask_T, config.num_anchors)
+    def with_anchors(record: Example | FeatureRecord, rng: np.random.Generator) -> Document:
+        example = record.example if isinstance(record, FeatureRecord) else record
+        loss_mask_T = example.loss_mask_np[: config.max_length]
+        positions_A, keep_A = sample_anchors(rng, loss_mask_T, config.num_anchors)
+        return Document(record, positions_A[keep_A])
 
     index = _index(source)
-    # Every row of the whole run, with its anchors: what a process does not ask for is never read.
-    rows: Any = _endless(source, index.domains, config).random_map(with_anchors)
-    mine = range(config.batch_size) if local_rows is None else local_rows
-
-    def local_batch(number: int) -> dict[str, np.ndarray]:
-        return _collate([rows[number * config.batch_size + row] for row in mine], config.max_length)
-
-    def ids_of(number: int) -> list[str]:
-        start = number * config.batch_size
-        return [_example(rows[start + row][0]).id for row in range(config.batch_size)]
+    # Anchors before the division among processes: their random stream then follows the global row number.
+    documents = _endless(source, index.domains, config).random_map(with_anchors)
+    divide = _packed if config.row_anchors is not None else _one_per_row
+    batches = divide(documents, config, range(config.batch_size) if local_rows is None else local_rows)
 
     truncated = int(np.sum(np.asarray(index.lengths_tokens) > config.max_length))
     if truncated:
@@ -146,13 +142,45 @@ def training_batches(
             len(source),
             config.max_length,
         )
-    return BatchIterator(
-        grain.MapDataset.range(len(rows) // config.batch_size).map(local_batch),
-        config=config,
-        fingerprint=_fingerprint(index.ids, config),
-        truncated_examples=truncated,
-        ids_of=ids_of,
+    return BatchIterator(batches, fingerprint=_fingerprint(index.ids, config), truncated_examples=truncated)
+
+
+def _one_per_row(documents: Any, config: DataConfig, own: range) -> grain.IterDataset:
+    """Pairs of this process's rows of a batch, one document each, and a function to its ids."""
+
+    def local_batch(number: int) -> tuple[dict[str, np.ndarray], Callable[[], list[str]]]:
+        start = number * config.batch_size
+        rows = [[documents[start + row]] for row in own]
+        batch = collate(rows, length=config.max_length, num_anchors=config.num_anchors, packed=False)
+        return batch, lambda: [documents[start + row].example.id for row in range(config.batch_size)]
+
+    batches = grain.MapDataset.range(len(documents) // config.batch_size).map(local_batch)
+    return batches.to_iter_dataset(
+        grain.ReadOptions(num_threads=config.read_threads, prefetch_buffer_size=config.prefetch_batches)
     )
+
+
+def _packed(documents: grain.MapDataset, config: DataConfig, own: range) -> grain.IterDataset:
+    """The same of packed rows. All processes pack all documents: rows do not depend on them."""
+    assert config.row_anchors is not None
+
+    def collated(
+        rows: Sequence[Sequence[Document]],
+    ) -> tuple[dict[str, np.ndarray], Callable[[], list[str]]]:
+        ids = [document.example.id for row in rows for document in row]
+        mine = rows[own.start : own.stop]
+        batch = collate(mine, length=config.max_length, num_anchors=config.row_anchors or 0, packed=True)
+        return batch, lambda: ids
+
+    rows = first_fit(
+        documents.to_iter_dataset(
+            grain.ReadOptions(num_threads=config.read_threads, prefetch_buffer_size=config.batch_size)
+        ),
+        length=config.max_length,
+        num_anchors=config.row_anchors,
+        open_rows=config.batch_size,
+    )
+    return rows.batch(config.batch_size, drop_remainder=True, batch_fn=collated)
 
 
 class _Index(NamedTuple):
@@ -197,33 +225,6 @@ class _Rows(Sequence):
 
 def _fingerprint(ids: Sequence[str], config: DataConfig) -> str:
     relevant = [config.batch_size, config.max_length, config.num_anchors, config.seed, config.balance_domains]
+    if config.row_anchors is not None:
+        relevant.append(config.row_anchors)
     return hashlib.sha256(json.dumps([relevant, list(ids)]).encode()).hexdigest()[:16]
-
-
-def _example(record: Example | FeatureRecord) -> Example:
-    return record.example if isinstance(record, FeatureRecord) else record
-
-
-def _collate(rows: Sequence, max_length: int) -> dict[str, np.ndarray]:
-    """Pads (record, positions_A, keep_A) rows on the right and stacks them."""
-    records, anchors, keep = zip(*rows, strict=True)
-    examples = [_example(record) for record in records]
-    batch = {
-        "tokens_BT": _pad([example.tokens_np for example in examples], max_length),
-        "loss_mask_BT": _pad([example.loss_mask_np for example in examples], max_length),
-        "anchors_BA": np.stack(anchors),
-        "keep_BA": np.stack(keep),
-    }
-    if isinstance(records[0], FeatureRecord):
-        batch["features_BTCD"] = _pad([record.features_TCD_np for record in records], max_length)
-        batch["hidden_BTD"] = _pad([record.hidden_TD_np for record in records], max_length)
-        if records[0].logz_T_np is not None:
-            batch["logz_BT"] = _pad([record.logz_T_np for record in records], max_length)
-    return batch
-
-
-def _pad(arrays: Sequence[np.ndarray], max_length: int) -> np.ndarray:
-    padded = np.zeros((len(arrays), max_length, *arrays[0].shape[1:]), arrays[0].dtype)
-    for row, array in zip(padded, arrays, strict=True):
-        row[: len(array)] = array[:max_length]
-    return padded

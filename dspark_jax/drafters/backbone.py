@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from dspark_jax.nn.attention import attend_blocks
 from dspark_jax.nn.block import TransformerLayer
 from dspark_jax.nn.config import BlockConfig
+from dspark_jax.nn.context_attention import Interval, attend_context
 from dspark_jax.nn.layers import Linear, RMSNorm
 from dspark_jax.nn.rope import rope_angles
 
@@ -37,7 +37,11 @@ class Backbone(nn.Module):
         return [layer.context_keys_values(context_BTD, angles) for layer in self.layers]
 
     def __call__(
-        self, embedded_BAGD: Array, positions_BAG: Array, context: list[tuple[Array, Array]], mask_BAS: Array
+        self,
+        embedded_BAGD: Array,
+        positions_BAG: Array,
+        context: list[tuple[Array, Array]],
+        sees: Interval | Array,
     ) -> Array:
         """Hidden states [B, A, G, D] after the final norm.
 
@@ -45,12 +49,12 @@ class Backbone(nn.Module):
           embedded_BAGD: embeddings of [anchor, MASK, ...].
           positions_BAG: their positions, anchor + 0..G-1.
           context: per layer, keys and values [B, K, S, H].
-          mask_BAS: True at context positions strictly before the block's anchor.
+          sees: context positions strictly before the block's anchor: intervals or a mask [B, A, S].
         """
         angles = rope_angles(self.config.rope, self.config.head_dim, positions_BAG)
         x_BAGD = embedded_BAGD.astype(jnp.float32)
         for layer, (keys_BKSH, values_BKSH) in zip(self.layers, context, strict=True):
             q_BAGNH, own_keys, own_values = layer.queries_keys_values(x_BAGD, angles)
-            mixed = attend_blocks(q_BAGNH, keys_BKSH, values_BKSH, mask_BAS, own_keys, own_values)
+            mixed = attend_context(q_BAGNH, keys_BKSH, values_BKSH, sees, own_keys, own_values)
             x_BAGD = layer.output(x_BAGD, mixed)
         return self.final_norm(x_BAGD)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dspark_jax.drafters.contract import TrainingRows
+from dspark_jax.nn.context_attention import Interval
 
 
 @flax.struct.dataclass
@@ -16,18 +17,25 @@ class Blocks:
     """The A blocks of each sequence; slot k of a block predicts the token at anchor + k + 1.
 
     Attributes:
-      positions_BAG: anchor + k, where the target's distribution is the one to match.
+      places_BAG: place anchor + k in the sequence, where the target's distribution is the one to match.
+      positions_BAG: the same within the document, for RoPE.
       prev_BAG: the true token before each prediction (teacher forcing); the anchor's own in slot 0.
       labels_BAG: the true token to predict; any id where it is not supervised.
       supervised_BAG: slots whose label is supervised; all False for a masked anchor.
-      sees_BAS: context positions strictly before the anchor.
+      starts_BA: place where the anchor's document starts.
     """
 
+    places_BAG: Array
     positions_BAG: Array
     prev_BAG: Array
     labels_BAG: Array
     supervised_BAG: Array
-    sees_BAS: Array
+    starts_BA: Array
+
+    @property
+    def context(self) -> Interval:
+        """What the blocks see of the context: their document strictly before the anchor."""
+        return Interval(low_BA=self.starts_BA, high_BA=self.places_BAG[..., 0])
 
     @property
     def prefix_BAG(self) -> Array:
@@ -58,7 +66,7 @@ class Blocks:
             hidden_BMD=per_sequence(hidden_BAGD),
             latent_BMR=per_sequence(latents_BAGR),
             w2_RV=w2_RV,
-            positions_BM=per_sequence(self.positions_BAG),
+            positions_BM=per_sequence(self.places_BAG),
             labels_BM=per_sequence(self.labels_BAG),
             slots_BM=per_sequence(slots_BAG),
             mask_BM=per_sequence(mask_BAG),
@@ -70,24 +78,27 @@ def make_blocks(
     *,
     tokens_BT: Array,
     loss_mask_BT: Array,
+    starts_BT: Array,
     anchors_BA: Array,
     keep_BA: Array,
     block_len: int,
 ) -> Blocks:
-    """Lays out `block_len` predictions behind every anchor."""
+    """Lays out `block_len` predictions behind every anchor; labels stop where the document does."""
     B, T = tokens_BT.shape
-    positions_BAG = anchors_BA[..., None] + jnp.arange(block_len)
-    label_positions = positions_BAG + 1
-    inside = label_positions < T
+    places_BAG = anchors_BA[..., None] + jnp.arange(block_len)
+    labels_at = places_BAG + 1
 
     def gather(x_BT: Array, at: Array) -> Array:
         flat = jnp.minimum(at, T - 1).reshape(B, -1)
         return jnp.take_along_axis(x_BT, flat, axis=1).reshape(at.shape)
 
+    starts_BA = gather(starts_BT, anchors_BA)
+    inside = (labels_at < T) & (gather(starts_BT, labels_at) == starts_BA[..., None])
     return Blocks(
-        positions_BAG=positions_BAG,
-        prev_BAG=gather(tokens_BT, positions_BAG),
-        labels_BAG=gather(tokens_BT, label_positions),
-        supervised_BAG=inside & gather(loss_mask_BT, label_positions) & keep_BA[..., None],
-        sees_BAS=jnp.arange(T) < anchors_BA[..., None],
+        places_BAG=places_BAG,
+        positions_BAG=places_BAG - starts_BA[..., None],
+        prev_BAG=gather(tokens_BT, places_BAG),
+        labels_BAG=gather(tokens_BT, labels_at),
+        supervised_BAG=inside & gather(loss_mask_BT, labels_at) & keep_BA[..., None],
+        starts_BA=starts_BA,
     )

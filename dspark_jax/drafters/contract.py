@@ -7,7 +7,7 @@ import targets.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import flax.struct
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from jax.typing import DTypeLike
 
 from dspark_jax.nn.config import BlockConfig, TokenScaling
 from dspark_jax.nn.layers import embed, project, soft_cap
+
+if TYPE_CHECKING:  # blocks give TrainingRows
+    from dspark_jax.drafters.blocks import Blocks
 
 Params = dict[str, Any]
 Context = Any
@@ -94,7 +97,7 @@ class TrainingRows:
       hidden_BMD: inputs of the LM head.
       latent_BMR: inputs of W2, or None.
       w2_RV: the head's projection to draft logits, or None.
-      positions_BM: position whose target distribution the row should equal.
+      positions_BM: place in the sequence whose target distribution the row should equal.
       labels_BM: true next token (target id).
       slots_BM: place of the row in its block, from 0.
       mask_BM: True for supervised rows.
@@ -222,6 +225,39 @@ class Drafter(Protocol):
         """Proposes G tokens after the anchor tokens anchors_B at positions_B, where the context ends."""
         ...
 
+    def training_context(
+        self,
+        params: Params,
+        shared: SharedWeights,
+        *,
+        tokens_BT: Array,
+        starts_BT: Array,
+        features_BTCD: Array,
+    ) -> Context:
+        """What all blocks of a sequence read: a pytree of floats, to be differentiated by params.
+
+        Args:
+          params: parameters.
+          shared: the target's frozen weights.
+          tokens_BT: the sequences, each of one document or several.
+          starts_BT: place where the document of every token starts, int32.
+          features_BTCD: the target's features.
+        """
+        ...
+
+    def block_rows(
+        self, params: Params, shared: SharedWeights, context: Context, blocks: Blocks
+    ) -> TrainingRows:
+        """The predictions of some blocks under teacher forcing, M = A G rows per sequence, block by block.
+
+        Args:
+          params: parameters.
+          shared: the target's frozen weights.
+          context: what `training_context` returned.
+          blocks: the blocks of every sequence, anchors in ascending order.
+        """
+        ...
+
     def training_rows(
         self,
         params: Params,
@@ -232,6 +268,7 @@ class Drafter(Protocol):
         features_BTCD: Array,
         anchors_BA: Array,
         keep_BA: Array,
+        starts_BT: Array | None = None,
     ) -> TrainingRows:
-        """The predictions of all blocks under teacher forcing, M = A G rows per sequence, block by block."""
+        """`block_rows` of all blocks at once (`training_view.py`)."""
         ...

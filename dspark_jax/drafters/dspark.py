@@ -12,11 +12,13 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from dspark_jax.drafters.backbone import Backbone
-from dspark_jax.drafters.blocks import make_blocks
+from dspark_jax.drafters.blocks import Blocks
 from dspark_jax.drafters.confidence import ConfidenceHead
 from dspark_jax.drafters.config import DSparkConfig
 from dspark_jax.drafters.contract import DraftBlock, Params, Sampler, SharedWeights, TrainingRows
 from dspark_jax.drafters.heads import make_head
+from dspark_jax.drafters.training_view import TrainingView
+from dspark_jax.nn.context_attention import Interval
 from dspark_jax.nn.kv_cache import KVCache, write_rows
 from dspark_jax.nn.layers import project
 
@@ -42,9 +44,11 @@ class DSparkNetwork(nn.Module):
         """Per layer, context keys and values [B, T, K, H]."""
         return self.backbone.context_rows(features_BTCD, positions_BT)
 
-    def block_hidden(self, embedded_BAGD: Array, positions_BAG: Array, context, mask_BAS: Array) -> Array:
+    def block_hidden(
+        self, embedded_BAGD: Array, positions_BAG: Array, context, sees: Interval | Array
+    ) -> Array:
         """Hidden states [B, A, G, D]."""
-        return self.backbone(embedded_BAGD, positions_BAG, context, mask_BAS)
+        return self.backbone(embedded_BAGD, positions_BAG, context, sees)
 
     def confidence_logits(self, hidden: Array, prev: Array) -> Array:
         """Logits [...] for hidden states [..., D] and the tokens before them; zeros without the head."""
@@ -94,7 +98,7 @@ class DSparkNetwork(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class DSpark:
+class DSpark(TrainingView):
     """The drafter contract (`contract.py`) for DSpark and DFlash.
 
     Attributes:
@@ -175,40 +179,46 @@ class DSpark:
         ]
 
     def _blocks_hidden(
-        self, params: Params, shared: SharedWeights, context, anchors_BA: Array, positions_BA: Array, sees_BAS
+        self,
+        params: Params,
+        shared: SharedWeights,
+        context,
+        anchors_BA: Array,
+        positions_BA: Array,
+        sees: Interval | Array,
     ) -> Array:
         """Hidden states [B, A, G, D] of the rows that predict; anchors_BA are tokens."""
         c = self.config
         inputs = jnp.full((*anchors_BA.shape, c.block_rows), c.mask_token).at[..., 0].set(anchors_BA)
         positions = positions_BA[..., None] + jnp.arange(c.block_rows)
-        hidden = self._apply(params, "block_hidden", shared.embed(inputs), positions, context, sees_BAS)
+        hidden = self._apply(params, "block_hidden", shared.embed(inputs), positions, context, sees)
         return hidden[..., -c.block_len :, :]
 
-    def training_rows(
+    def training_context(
         self,
         params: Params,
         shared: SharedWeights,
         *,
         tokens_BT: Array,
-        loss_mask_BT: Array,
+        starts_BT: Array,
         features_BTCD: Array,
-        anchors_BA: Array,
-        keep_BA: Array,
+    ) -> list[tuple[Array, Array]]:
+        """Per layer, keys and values [B, K, T, H] of all positions."""
+        positions_BT = jnp.arange(tokens_BT.shape[1]) - starts_BT
+        rows = self._apply(params, "context_rows", features_BTCD, positions_BT)
+        return [(k.astype(self.dtype).swapaxes(1, 2), v.astype(self.dtype).swapaxes(1, 2)) for k, v in rows]
+
+    def block_rows(
+        self, params: Params, shared: SharedWeights, context: list[tuple[Array, Array]], blocks: Blocks
     ) -> TrainingRows:
-        """The predictions of all blocks under teacher forcing, M = A G rows per sequence."""
-        c = self.config
-        B, T = tokens_BT.shape
-        blocks = make_blocks(
-            tokens_BT=tokens_BT,
-            loss_mask_BT=loss_mask_BT,
-            anchors_BA=anchors_BA,
-            keep_BA=keep_BA,
-            block_len=c.block_len,
-        )
-        rows = self._apply(params, "context_rows", features_BTCD, jnp.broadcast_to(jnp.arange(T), (B, T)))
-        context = [tuple(x.astype(self.dtype).swapaxes(1, 2) for x in pair) for pair in rows]
+        """The predictions of some blocks under teacher forcing."""
         hidden = self._blocks_hidden(
-            params, shared, context, blocks.prev_BAG[..., 0], anchors_BA, blocks.sees_BAS
+            params,
+            shared,
+            context,
+            blocks.prev_BAG[..., 0],
+            blocks.positions_BAG[..., 0],
+            blocks.context,
         )
         latents, w2, confidence = self._apply(params, "teacher_forced", hidden, blocks.prev_BAG)
         return blocks.rows(
@@ -216,5 +226,5 @@ class DSpark:
             blocks.prefix_BAG,
             latents_BAGR=latents,
             w2_RV=w2,
-            confidence_logits_BAG=None if c.confidence is None else confidence,
+            confidence_logits_BAG=None if self.config.confidence is None else confidence,
         )

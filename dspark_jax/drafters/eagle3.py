@@ -20,11 +20,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from dspark_jax.drafters.blocks import make_blocks
+from dspark_jax.drafters.blocks import Blocks
 from dspark_jax.drafters.config import Eagle3Config
 from dspark_jax.drafters.contract import DraftBlock, Params, Sampler, SharedWeights, TrainingRows
-from dspark_jax.nn.attention import attend_blocks
+from dspark_jax.drafters.training_view import TrainingView
 from dspark_jax.nn.block import TransformerLayer
+from dspark_jax.nn.context_attention import Interval, attend_context
 from dspark_jax.nn.kv_cache import KVCache, write_rows
 from dspark_jax.nn.layers import Linear, RMSNorm
 from dspark_jax.nn.rope import rope_angles
@@ -99,7 +100,7 @@ class Eagle3Network(nn.Module):
         slot: Array,
         keys_BKSH: Array,
         values_BKSH: Array,
-        mask_BAS: Array,
+        sees: Interval | Array,
     ) -> tuple[Chains, Array]:
         """One step of every block.
 
@@ -110,7 +111,7 @@ class Eagle3Network(nn.Module):
           slot: its number.
           keys_BKSH: keys of the context.
           values_BKSH: values of the context.
-          mask_BAS: context positions that a block sees.
+          sees: context positions that a block sees: intervals or a mask [B, A, S].
 
         Returns:
           (the blocks after it, inputs [B, A, D] of the LM head).
@@ -128,7 +129,7 @@ class Eagle3Network(nn.Module):
         own_keys, own_values = put(chains.keys_BAGKH, own_keys), put(chains.values_BAGKH, own_values)
         seen_G = jnp.arange(self.config.block_len) <= slot
         queries = layer.attention.queries(pair_BA1X, angles)
-        mixed = attend_blocks(queries, keys_BKSH, values_BKSH, mask_BAS, own_keys, own_values, seen_G)
+        mixed = attend_context(queries, keys_BKSH, values_BKSH, sees, own_keys, own_values, seen_G)
         hidden_BAD = layer.output(chains.hidden_BAD, mixed[:, :, 0])
         return Chains(hidden_BAD, own_keys, own_values), self.final_norm(hidden_BAD)
 
@@ -149,7 +150,7 @@ class Eagle3Network(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3:
+class Eagle3(TrainingView):
     """The drafter contract (`contract.py`) for Eagle3.
 
     Attributes:
@@ -218,7 +219,10 @@ class Eagle3:
     ) -> DraftBlock:
         """Proposes G tokens after the anchor tokens anchors_B at positions_B."""
         (keys,), (values,) = context.cache.keys_BKSH, context.cache.values_BKSH
-        step = self._stepper(params, shared, keys, values, positions_B[:, None])
+        # Step 0 stands on the newest pair: its own key takes the place of the pair's in the context.
+        newest_B1 = positions_B[:, None] - 1
+        mask_B1S = jnp.arange(keys.shape[2]) < newest_B1[..., None]
+        step = self._stepper(params, shared, keys, values, newest_B1, mask_B1S)
 
         def body(carry, slot):
             chains, tokens_B = carry
@@ -233,49 +237,50 @@ class Eagle3:
         return DraftBlock(ids_BG, tokens_BG, probs_BGV, jnp.zeros(tokens_BG.shape))
 
     def _stepper(
-        self, params: Params, shared: SharedWeights, keys_BKSH: Array, values_BKSH: Array, anchors_BA: Array
+        self,
+        params: Params,
+        shared: SharedWeights,
+        keys_BKSH: Array,
+        values_BKSH: Array,
+        first_BA: Array,
+        sees: Interval | Array,
     ):
-        """step(chains, tokens [B, A], slot) -> (chains, hidden [B, A, D]) for blocks at these positions."""
-        # Step 0 stands on the newest pair: its own key takes the place of the pair's in the context.
-        first_BA = anchors_BA - 1
-        mask_BAS = jnp.arange(keys_BKSH.shape[2]) < first_BA[..., None]
+        """step(chains, tokens [B, A], slot) -> (chains, hidden [B, A, D]); step 0 stands at `first_BA`."""
 
         def step(chains: Chains, tokens_BA: Array, slot: Array) -> tuple[Chains, Array]:
-            rows = (shared.embed(tokens_BA), first_BA + slot, slot, keys_BKSH, values_BKSH, mask_BAS)
+            rows = (shared.embed(tokens_BA), first_BA + slot, slot, keys_BKSH, values_BKSH, sees)
             return self._apply(params, "step", chains, *rows)
 
         return step
 
-    def training_rows(
+    def training_context(
         self,
         params: Params,
         shared: SharedWeights,
         *,
         tokens_BT: Array,
-        loss_mask_BT: Array,
+        starts_BT: Array,
         features_BTCD: Array,
-        anchors_BA: Array,
-        keep_BA: Array,
-    ) -> TrainingRows:
-        """The predictions of all blocks under teacher forcing, M = A G rows per sequence."""
-        blocks = make_blocks(
-            tokens_BT=tokens_BT,
-            loss_mask_BT=loss_mask_BT,
-            anchors_BA=anchors_BA,
-            keep_BA=keep_BA,
-            block_len=self.config.block_len,
-        )
-        next_tokens_BT = jnp.roll(tokens_BT, -1, axis=1)  # no block sees the last pair, which has none
-        positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    ) -> tuple[Array, Array, Array]:
+        """Projected features [B, T, D]; keys and values [B, K, T, H] of their pairs with the next tokens."""
+        next_tokens_BT = jnp.roll(tokens_BT, -1, axis=1)  # a document's last pair has none and is never seen
+        positions_BT = jnp.arange(tokens_BT.shape[1]) - starts_BT
         hidden_BTD, *pairs = self._apply(
             params, "context_rows", features_BTCD, shared.embed(next_tokens_BT), positions_BT
         )
         keys, values = (x.astype(self.dtype).swapaxes(1, 2) for x in pairs)
-        step = self._stepper(params, shared, keys, values, anchors_BA)
-        newest_BA = jnp.maximum(anchors_BA - 1, 0)
-        start = self._apply(
-            params, "empty_chains", jnp.take_along_axis(hidden_BTD, newest_BA[..., None], axis=1)
-        )
+        return hidden_BTD, keys, values
+
+    def block_rows(
+        self, params: Params, shared: SharedWeights, context: tuple[Array, Array, Array], blocks: Blocks
+    ) -> TrainingRows:
+        """The predictions of some blocks under teacher forcing."""
+        hidden_BTD, keys, values = context
+        newest_BA = blocks.places_BAG[..., 0] - 1
+        sees = Interval(low_BA=blocks.starts_BA, high_BA=newest_BA)
+        step = self._stepper(params, shared, keys, values, blocks.positions_BAG[..., 0] - 1, sees)
+        at_BA1 = jnp.maximum(newest_BA, 0)[..., None]
+        start = self._apply(params, "empty_chains", jnp.take_along_axis(hidden_BTD, at_BA1, axis=1))
         by_slot = (jnp.moveaxis(blocks.prev_BAG, -1, 0), jnp.arange(self.config.block_len))
         _, hidden_GBAD = jax.lax.scan(lambda chains, row: step(chains, *row), start, by_slot)
         return blocks.rows(jnp.moveaxis(hidden_GBAD, 0, 2), blocks.after_a_feature_BAG)

@@ -23,11 +23,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from dspark_jax.drafters.blocks import make_blocks
+from dspark_jax.drafters.blocks import Blocks
 from dspark_jax.drafters.config import MTPConfig
 from dspark_jax.drafters.contract import DraftBlock, Params, Sampler, SharedWeights, TrainingRows
+from dspark_jax.drafters.training_view import TrainingView
 from dspark_jax.nn.attention import attend, attend_blocks
 from dspark_jax.nn.block import TransformerLayer
+from dspark_jax.nn.context_attention import attend_causal
 from dspark_jax.nn.kv_cache import KVCache, write_rows
 from dspark_jax.nn.layers import Linear, RMSNorm
 from dspark_jax.nn.rope import rope_angles
@@ -94,7 +96,7 @@ class MTPNetwork(nn.Module):
         embedded_BTD: Array,
         start_B: Array,
         before_BGD: Array,
-        cache: KVCache | None,
+        cache: KVCache,
     ) -> tuple[list[Array], list[Pair]]:
         """All modules on T positions from start_B on: their outputs [B, T, D], their keys and values.
 
@@ -103,26 +105,49 @@ class MTPNetwork(nn.Module):
           embedded_BTD: embeddings of the tokens after them.
           start_B: first position.
           before_BGD: outputs at the position before the first.
-          cache: earlier positions; the new ones are written into it. None: there are none.
+          cache: earlier positions; the new ones are written into it.
         """
-        B, T, _ = embedded_BTD.shape
+        T = embedded_BTD.shape[1]
         positions_BT = start_B[:, None] + jnp.arange(T)
+        mask_BTS = jnp.arange(cache.length) <= positions_BT[..., None]
+        pairs = []
+
+        def attention(number: int, queries, keys, values) -> Array:
+            old = (cache.keys_BKSH[number], cache.values_BKSH[number])
+            pair = [write_rows(x, new, start_B) for x, new in zip(old, (keys, values), strict=True)]
+            pairs.append(tuple(pair))
+            return attend(queries, *pair, mask_BTS)
+
+        def one_earlier(number: int, output_BTD: Array) -> Array:
+            return jnp.concatenate([before_BGD[:, number, None], output_BTD[:, :-1]], axis=1)
+
+        return self._run(features_BTCD, embedded_BTD, positions_BT, attention, one_earlier), pairs
+
+    def documents(self, features_BTCD: Array, embedded_BTD: Array, starts_BT: Array) -> list[Array]:
+        """All modules on whole sequences of documents that start at `starts_BT`: their outputs [B, T, D]."""
+        at_T = jnp.arange(embedded_BTD.shape[1])
+
+        def attention(number: int, queries, keys, values) -> Array:
+            pair = (x.astype(self.dtype).swapaxes(1, 2) for x in (keys, values))
+            return attend_causal(queries, *pair, starts_BT)
+
+        def one_earlier(number: int, output_BTD: Array) -> Array:
+            return jnp.where((at_T > starts_BT)[..., None], jnp.roll(output_BTD, 1, axis=1), 0.0)
+
+        return self._run(features_BTCD, embedded_BTD, at_T - starts_BT, attention, one_earlier)
+
+    def _run(
+        self, features_BTCD: Array, embedded_BTD: Array, positions_BT: Array, attention, one_earlier
+    ) -> list[Array]:
+        """Outputs of all modules, each of which reads those of the one before it at the position before."""
+        hidden, outputs = features_BTCD.reshape(*embedded_BTD.shape[:2], -1), []
         angles = self.angles(positions_BT)
-        mask_BTS = jnp.arange(T if cache is None else cache.length) <= positions_BT[..., None]
-        hidden, outputs, pairs = features_BTCD.reshape(B, T, -1), [], []
         for number, module in enumerate(self.layers):
             x_BTD = module.enter(hidden, embedded_BTD)
-            queries, *rows = module.queries_keys_values(x_BTD, angles)
-            if cache is None:
-                keys, values = (x.astype(self.dtype).swapaxes(1, 2) for x in rows)
-            else:
-                keys = write_rows(cache.keys_BKSH[number], rows[0], start_B)
-                values = write_rows(cache.values_BKSH[number], rows[1], start_B)
-            output_BTD = module.output(x_BTD, attend(queries, keys, values, mask_BTS))
-            hidden = jnp.concatenate([before_BGD[:, number, None], output_BTD[:, :-1]], axis=1)
-            outputs.append(output_BTD)
-            pairs.append((keys, values))
-        return outputs, pairs
+            mixed = attention(number, *module.queries_keys_values(x_BTD, angles))
+            outputs.append(module.output(x_BTD, mixed))
+            hidden = one_earlier(number, outputs[-1])
+        return outputs
 
     def step(
         self,
@@ -160,15 +185,14 @@ class MTPNetwork(nn.Module):
         """Output [..., D] of module `number` -> input of the LM head."""
         return self.layers[number].head_norm(output)
 
-    def touch(self, features_BTCD: Array, embedded_BTD: Array, before_BGD: Array) -> list[Array]:
+    def touch(self, features_BTCD: Array, embedded_BTD: Array) -> list[Array]:
         """Runs every part once, to create the parameters."""
-        start_B = jnp.zeros(len(features_BTCD), jnp.int32)
-        outputs, _ = self.extend(features_BTCD, embedded_BTD, start_B, before_BGD, None)
+        outputs = self.documents(features_BTCD, embedded_BTD, jnp.zeros(embedded_BTD.shape[:2], jnp.int32))
         return [self.head_input(number, output) for number, output in enumerate(outputs)]
 
 
 @dataclasses.dataclass(frozen=True)
-class MTP:
+class MTP(TrainingView):
     """The drafter contract (`contract.py`) for MTP-k.
 
     Attributes:
@@ -195,7 +219,7 @@ class MTP:
         c = self.config
         features, embedded = jnp.zeros((1, 1, len(c.taps), c.block.width)), jnp.zeros((1, 1, c.block.width))
         network = MTPNetwork(c, self.dtype)
-        variables: Any = network.init(key, features, embedded, self._no_outputs(1), method="touch")
+        variables: Any = network.init(key, features, embedded, method="touch")
         return variables["params"]
 
     def create_context(self, *, batch: int, length: int) -> MTPContext:
@@ -267,33 +291,28 @@ class MTP:
         ids_BG, tokens_BG, probs_BGV = (jnp.stack(x, axis=1) for x in zip(*proposed, strict=True))
         return DraftBlock(ids_BG, tokens_BG, probs_BGV, jnp.zeros(tokens_BG.shape))
 
-    def training_rows(
+    def training_context(
         self,
         params: Params,
         shared: SharedWeights,
         *,
         tokens_BT: Array,
-        loss_mask_BT: Array,
+        starts_BT: Array,
         features_BTCD: Array,
-        anchors_BA: Array,
-        keep_BA: Array,
+    ) -> list[Array]:
+        """Outputs [B, T, D] of all modules."""
+        embedded = shared.embed(jnp.roll(tokens_BT, -1, axis=1))  # no block sees a document's last one
+        return self._apply(params, "documents", features_BTCD, embedded, starts_BT)
+
+    def block_rows(
+        self, params: Params, shared: SharedWeights, context: list[Array], blocks: Blocks
     ) -> TrainingRows:
-        """The predictions of all blocks under teacher forcing, M = A G rows per sequence."""
-        B, T = tokens_BT.shape
-        blocks = make_blocks(
-            tokens_BT=tokens_BT,
-            loss_mask_BT=loss_mask_BT,
-            anchors_BA=anchors_BA,
-            keep_BA=keep_BA,
-            block_len=self.config.block_len,
-        )
-        embedded = shared.embed(jnp.roll(tokens_BT, -1, axis=1))  # no block sees the last one
-        start_B, before = jnp.zeros(B, jnp.int32), self._no_outputs(B)
-        outputs, _ = self._apply(params, "extend", features_BTCD, embedded, start_B, before, None)
+        """The predictions of some blocks under teacher forcing."""
+        last = context[0].shape[1] - 1
 
         def of_blocks(number: int) -> Array:
-            at_BA = jnp.clip(anchors_BA - 1 + number, 0, T - 1)
-            gathered = jnp.take_along_axis(outputs[number], at_BA[..., None], axis=1)
+            at_BA1 = jnp.clip(blocks.places_BAG[..., :1] - 1 + number, 0, last)
+            gathered = jnp.take_along_axis(context[number], at_BA1, axis=1)
             return self._apply(params, "head_input", number, gathered)
 
         hidden_BAGD = jnp.stack([of_blocks(number) for number in range(self.config.block_len)], axis=2)

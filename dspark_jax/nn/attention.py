@@ -2,7 +2,7 @@
 
 Who attends to what differs between target, drafter training and drafter decoding; projections, head norms and
 RoPE do not. So `AttentionProjections` gives q, k, v and the output map, and the callers join them with
-`attend` or `attend_blocks`.
+`attend`, `attend_blocks`, or without masks as in `context_attention.py`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def attend(q_BTNH: Array, keys_BKSH: Array, values_BKSH: Array, mask_BTS: Array)
       Mixed values [B, T, N, H], float32.
     """
     B, T, N, H = q_BTNH.shape
-    q_BKGTH = _grouped(q_BTNH, keys_BKSH.shape[1]).transpose(0, 2, 3, 1, 4)
+    q_BKGTH = grouped(q_BTNH, keys_BKSH.shape[1]).transpose(0, 2, 3, 1, 4)
     scores = product("bkgth,bksh->bkgts", q_BKGTH, keys_BKSH)
     weights = jax.nn.softmax(jnp.where(mask_BTS[:, None, None], scores, MASKED), axis=-1)
     mixed = product("bkgts,bksh->bkgth", weights, values_BKSH)
@@ -115,7 +115,7 @@ def attend_blocks(
       Mixed values [B, A, G, N, H], float32.
     """
     S = keys_BKSH.shape[2]
-    q = _grouped(q_BAGNH, keys_BKSH.shape[1])
+    q = grouped(q_BAGNH, keys_BKSH.shape[1])
     dtype = keys_BKSH.dtype
     context = product("bagkrh,bksh->bkrags", q, keys_BKSH)
     context = jnp.where(mask_BAS[:, None, None, :, None], context, MASKED)
@@ -128,7 +128,7 @@ def attend_blocks(
     return mixed.reshape(q_BAGNH.shape)
 
 
-def _grouped(q: Array, num_kv_heads: int) -> Array:
+def grouped(q: Array, num_kv_heads: int) -> Array:
     """Queries [..., N, H] -> [..., K, N/K, H]: query heads beside the kv head that they share."""
     *rows, N, H = q.shape
     return q.reshape(*rows, num_kv_heads, N // num_kv_heads, H)

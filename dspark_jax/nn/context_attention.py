@@ -12,12 +12,97 @@ The result is a partial softmax: mixed values and the logarithm of their mass, t
 
 from __future__ import annotations
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
+from dspark_jax.core.sharding import by_device, divided_over
 from dspark_jax.nn import context_kernel
-from dspark_jax.nn.attention import MASKED, product
+from dspark_jax.nn.attention import MASKED, attend_blocks, grouped, product
+
+
+@flax.struct.dataclass
+class Interval:
+    """The context positions low <= s < high that a block sees; blocks of a sequence in ascending order.
+
+    Attributes:
+      low_BA: int32.
+      high_BA: int32; at most `low` where nothing is seen.
+    """
+
+    low_BA: Array
+    high_BA: Array
+
+
+def attend_context(
+    q_BAGNH: Array,
+    keys_BKSH: Array,
+    values_BKSH: Array,
+    sees: Interval | Array,
+    own_keys_BAGKH: Array,
+    own_values_BAGKH: Array,
+    own_mask_G: Array | None = None,
+) -> Array:
+    """`attend_blocks` for few blocks with a mask (decoding), or for many with an interval each (training).
+
+    Args:
+      q_BAGNH: scaled queries of A blocks.
+      keys_BKSH: context keys, shared by all blocks of a sequence.
+      values_BKSH: context values.
+      sees: the intervals of the blocks, or a mask [B, A, S].
+      own_keys_BAGKH: keys of the blocks; there may be more or fewer of them than queries.
+      own_values_BAGKH: values of the blocks.
+      own_mask_G: True at own rows that are to be seen; None for all of them.
+
+    Returns:
+      Mixed values [B, A, G, N, H], float32.
+    """
+    if not isinstance(sees, Interval):
+        return attend_blocks(
+            q_BAGNH, keys_BKSH, values_BKSH, sees, own_keys_BAGKH, own_values_BAGKH, own_mask_G
+        )
+    B, A, G, N, H = q_BAGNH.shape
+    q_BAGKRH = grouped(q_BAGNH, keys_BKSH.shape[1])
+
+    def by_row(x: Array) -> Array:  # [B, A, G, K, R, ...] -> [B, K, R, A G, ...]
+        return jnp.moveaxis(x.reshape(B, A * G, *x.shape[3:]), 1, 3)
+
+    low_BM, high_BM = (jnp.repeat(x, G, axis=1) for x in (sees.low_BA, sees.high_BA))
+    context = context_attention(by_row(q_BAGKRH), keys_BKSH, values_BKSH, low_BM, high_BM)
+
+    scores = product("bagkrh,bafkh->bagkrf", q_BAGKRH, own_keys_BAGKH.astype(keys_BKSH.dtype))
+    if own_mask_G is not None:
+        scores = jnp.where(own_mask_G, scores, MASKED)
+    log_mass = jax.nn.logsumexp(scores, axis=-1)
+    weights = jnp.exp(scores - log_mass[..., None])
+    own = product("bagkrf,bafkh->bagkrh", weights, own_values_BAGKH.astype(values_BKSH.dtype))
+    mixed_BKRMH = join([context, (by_row(own), by_row(log_mass))])
+    return jnp.moveaxis(mixed_BKRMH, 3, 1).reshape(B, A, G, N, H)
+
+
+def attend_causal(
+    q_BTNH: Array, keys_BKTH: Array, values_BKTH: Array, starts_BT: Array, window: int | None = None
+) -> Array:
+    """Causal attention of sequences, each of which may hold several documents, without a mask in memory.
+
+    Args:
+      q_BTNH: scaled queries.
+      keys_BKTH: keys.
+      values_BKTH: values.
+      starts_BT: where the document of a position starts.
+      window: positions that a query sees, its own included; None: all of its document.
+
+    Returns:
+      Mixed values [B, T, N, H], float32.
+    """
+    at_T = jnp.arange(q_BTNH.shape[1])
+    low_BT = starts_BT if window is None else jnp.maximum(starts_BT, at_T - window + 1)
+    q_BKRTH = jnp.moveaxis(grouped(q_BTNH, keys_BKTH.shape[1]), 1, 3)
+    high_BT = jnp.broadcast_to(at_T + 1, starts_BT.shape)
+    mixed_BKRTH, _ = context_attention(q_BKRTH, keys_BKTH, values_BKTH, low_BT, high_BT)
+    return jnp.moveaxis(mixed_BKRTH, 3, 1).reshape(q_BTNH.shape)
 
 
 def context_attention(
@@ -27,7 +112,7 @@ def context_attention(
     low_BM: Array,
     high_BM: Array,
     *,
-    tile: int = 512,
+    tile: int | None = None,
     chunk: int = 512,
 ) -> tuple[Array, Array]:
     """Softmax attention of every row over its interval of the context.
@@ -38,15 +123,15 @@ def context_attention(
       values_BKSH: context values.
       low_BM: first position that a row sees, int32.
       high_BM: position behind the last one; at most `low` for a row that sees nothing.
-      tile: rows whose scores exist at the same time.
+      tile: rows whose scores exist at the same time; None: 512 together with their heads.
       chunk: context positions for which they do.
 
     Returns:
       (mixed values [B, K, R, M, H], log mass [B, K, R, M]), float32. A row that sees nothing has mixed
       values 0 and log mass -1e30.
     """
-    M, S = q_BKRMH.shape[3], keys_BKSH.shape[2]
-    tile, chunk = min(tile, M), min(chunk, S)
+    R, M, S = q_BKRMH.shape[2], q_BKRMH.shape[3], keys_BKSH.shape[2]
+    tile, chunk = min(tile or max(512 // R // 16 * 16, 16), M), min(chunk, S)
 
     def padded(x: Array, axis: int, multiple: int) -> Array:
         widths = [(0, 0)] * x.ndim
@@ -71,12 +156,25 @@ def join(parts: list[tuple[Array, Array]]) -> Array:
     return (jax.nn.softmax(log_mass, axis=0)[..., None] * mixed).sum(0)
 
 
+def _by_device(tile: int, chunk: int, on_tpu, elsewhere, *arrays, outputs: int):
+    """Runs one of the two forms on each device's sequences and kv heads, which need nothing of the others."""
+    B, K = arrays[0].shape[:2]
+    rows = PartitionSpec(divided_over("batch", B) or None)
+    heads = PartitionSpec(*rows, divided_over("kv_heads", K) or None)
+
+    def run(*arrays):
+        return jax.lax.platform_dependent(
+            *arrays,
+            tpu=lambda *arrays: on_tpu(tile, chunk, *arrays),
+            default=lambda *arrays: elsewhere(tile, chunk, *arrays),
+        )
+
+    specs = tuple(rows if x.ndim == 2 else heads for x in arrays)
+    return by_device(run, specs, (heads,) * outputs)(*arrays)
+
+
 def _forward(tile: int, chunk: int, *arrays):
-    return jax.lax.platform_dependent(
-        *arrays,
-        tpu=lambda *arrays: context_kernel.forward(tile, chunk, *arrays),
-        default=lambda *arrays: _plain_forward(tile, chunk, *arrays),
-    )
+    return _by_device(tile, chunk, context_kernel.forward, _plain_forward, *arrays, outputs=2)
 
 
 def _backward(tile: int, chunk: int, saved, cotangents):
@@ -84,17 +182,9 @@ def _backward(tile: int, chunk: int, saved, cotangents):
     grad_mixed, grad_log_mass = cotangents
     # d score = p (d p - sum p d p + d log mass), with sum p d p = mixed . grad_mixed.
     shift = grad_log_mass - (grad_mixed * mixed).sum(-1)
-    grad_q, grad_keys, grad_values = jax.lax.platform_dependent(
-        q,
-        keys,
-        values,
-        low,
-        high,
-        log_mass,
-        grad_mixed,
-        shift,
-        tpu=lambda *arrays: context_kernel.backward(tile, chunk, *arrays),
-        default=lambda *arrays: _plain_backward(tile, chunk, *arrays),
+    arrays = (q, keys, values, low, high, log_mass, grad_mixed, shift)
+    grad_q, grad_keys, grad_values = _by_device(
+        tile, chunk, context_kernel.backward, _plain_backward, *arrays, outputs=3
     )
     return grad_q.astype(q.dtype), grad_keys.astype(keys.dtype), grad_values.astype(values.dtype), None, None
 

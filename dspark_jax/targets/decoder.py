@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from dspark_jax.core.errors import InputError
 from dspark_jax.nn.attention import attend
 from dspark_jax.nn.block import TransformerLayer
+from dspark_jax.nn.context_attention import attend_causal
 from dspark_jax.nn.kv_cache import KVCache, write_rows
 from dspark_jax.nn.layers import Linear, RMSNorm, embed, kernel_init, parameter, soft_cap
 from dspark_jax.nn.rope import rope_angles
@@ -63,6 +64,7 @@ class Decoder(nn.Module):
         *,
         start_B: Array | None = None,
         cache: KVCache | None = None,
+        starts_BT: Array | None = None,
         taps: tuple[int, ...] = (),
     ) -> TargetOutput:
         """Runs T tokens per request at positions start_B .. start_B + T - 1.
@@ -72,6 +74,7 @@ class Decoder(nn.Module):
           start_B: position of the first token, int32; 0 without a cache.
           cache: committed keys and values; the T rows are written into it. None: the T tokens see each
             other only.
+          starts_BT: without a cache, where in its row the document of a token starts; None: 0.
           taps: layers whose raw outputs become `features_BTCD`; -1 is the embedding.
 
         Raises:
@@ -84,13 +87,16 @@ class Decoder(nn.Module):
                 fix="choose taps that this target has",
             )
         B, T = tokens_BT.shape
+        if starts_BT is None:
+            starts_BT = jnp.zeros((B, T), jnp.int32)
         start_B = jnp.zeros(B, jnp.int32) if start_B is None else start_B
-        positions_BT = start_B[:, None] + jnp.arange(T)
-        keys_S = jnp.arange(T if cache is None else cache.length)
+        positions_BT = start_B[:, None] + jnp.arange(T) - starts_BT
         ropes = dict.fromkeys((layer.rope, layer.head_dim) for layer in self.config.layers)
         angles = {rope: rope_angles(*rope, positions_BT) for rope in ropes}
-        windows = dict.fromkeys(layer.window for layer in self.config.layers)
-        masks_BTS = {window: _causal_mask(positions_BT, keys_S, window) for window in windows}
+        if cache is not None:
+            windows = dict.fromkeys(layer.window for layer in self.config.layers)
+            keys_S = jnp.arange(cache.length)
+            masks_BTS = {window: _causal_mask(positions_BT, keys_S, window) for window in windows}
 
         x_BTD = embed(self.embedding, tokens_BT, self.config.scaling.embedding)
         outputs, keys, values = {EMBEDDING_TAP: x_BTD}, [], []
@@ -99,12 +105,14 @@ class Decoder(nn.Module):
             q_BTNH, *rows = layer.queries_keys_values(x_BTD, angles[c.rope, c.head_dim])
             if cache is None:
                 pair = [x.astype(self.dtype).swapaxes(1, 2) for x in rows]
+                mixed = attend_causal(q_BTNH, *pair, starts_BT, c.window)
             else:
                 buffers = (cache.keys_BKSH[i], cache.values_BKSH[i])
                 pair = [write_rows(old, new, start_B) for old, new in zip(buffers, rows, strict=True)]
                 keys.append(pair[0])
                 values.append(pair[1])
-            x_BTD = outputs[i] = layer.output(x_BTD, attend(q_BTNH, *pair, masks_BTS[c.window]))
+                mixed = attend(q_BTNH, *pair, masks_BTS[c.window])
+            x_BTD = outputs[i] = layer.output(x_BTD, mixed)
         hidden_BTD = self.final_norm(x_BTD)
         no_features = jnp.zeros((B, T, 0, self.config.block.width))
         return TargetOutput(

@@ -72,7 +72,7 @@ class Blueprint:
         )
         shapes = jax.eval_shape(fresh, given_params)
         shardings = state_shardings(shapes, drafter, mesh)
-        step = bind_step(config, drafter=drafter, optimizer=optimizer, target=target)
+        step = bind_step(config, drafter=drafter, optimizer=optimizer, target=target, mesh=mesh)
         return cls(
             fresh=fresh,
             shapes=shapes,

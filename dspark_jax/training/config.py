@@ -51,6 +51,10 @@ class LossConfig:
     """What the sum over rows is divided by."""
     chunk: int = 128
     """Rows per sequence whose logits exist at the same time."""
+    block_chunk: int = 128
+    """Blocks per sequence whose activations exist at the same time."""
+    dtype: str | None = None
+    """dtype in which the loss reads LM head and hidden states; None: the drafter's."""
 
     def __post_init__(self):
         for name in ("ce", "tv", "kl", "confidence"):
@@ -61,11 +65,12 @@ class LossConfig:
                 fix="switch a term off with 0",
             )
         require(
-            self.decay_len > 0 and self.chunk >= 1,
-            given=f"decay_len={self.decay_len}, chunk={self.chunk}",
-            expected="decay_len above 0 and chunk at least 1",
+            self.decay_len > 0 and self.chunk >= 1 and self.block_chunk >= 1,
+            given=f"decay_len={self.decay_len}, chunk={self.chunk}, block_chunk={self.block_chunk}",
+            expected="decay_len above 0 and chunks of at least 1",
             fix="raise them",
         )
+        _require_dtype("loss.dtype", self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,8 +225,12 @@ class TrainConfig:
     """Devices."""
     microbatches: int = 1
     """Parts of the batch that are run one after the other."""
+    target_parts: int = 1
+    """Parts of a microbatch that the online target is run on one after the other."""
     dtype: str = "bfloat16"
     """dtype in which matrix products read their inputs; master weights stay float32."""
+    target_dtype: str | None = None
+    """dtype of the target's weights and matrix products; None: `dtype`."""
     init_from: Path | None = None
     """Exported drafter to start from (a new run); the step and the optimiser start afresh."""
     resume_from: str | None = None
@@ -266,7 +275,7 @@ class TrainConfig:
             expected="one of the two",
             fix="keep init_from for the parameters alone, or resume_from for the whole state",
         )
-        for name in ("steps", "microbatches", "log_every_steps", "save_every_steps"):
+        for name in ("steps", "microbatches", "target_parts", "log_every_steps", "save_every_steps"):
             require(
                 getattr(self, name) >= 1,
                 given=f"{name}={getattr(self, name)}",
@@ -280,11 +289,23 @@ class TrainConfig:
             fix="make the batch size a multiple of the number of microbatches",
         )
         require(
-            self.dtype in ("bfloat16", "float32"),
-            given=f"dtype={self.dtype!r}",
-            expected="bfloat16 or float32",
-            fix="choose one of the two; the master weights are float32 in any case",
+            self.data.batch_size // self.microbatches % self.target_parts == 0,
+            given=f"microbatches of {self.data.batch_size // self.microbatches} rows in "
+            f"target_parts={self.target_parts}",
+            expected="equal parts",
+            fix="lower target_parts",
         )
+        _require_dtype("dtype", self.dtype)
+        _require_dtype("target_dtype", self.target_dtype)
+
+
+def _require_dtype(name: str, dtype: str | None) -> None:
+    require(
+        dtype in (None, "bfloat16", "float32"),
+        given=f"{name}={dtype!r}",
+        expected="bfloat16 or float32",
+        fix="choose one of the two; the master weights are float32 in any case",
+    )
 
 
 def as_json(value: Any) -> Any:

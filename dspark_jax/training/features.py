@@ -31,7 +31,7 @@ class TargetFeatures:
 
 @flax.struct.dataclass
 class UnnormalisedFeatures:
-    """The same from a store without normalisers.
+    """The same without normalisers: from a store that has none, or of a step, which needs few of them.
 
     Attributes:
       features_BTCD: raw outputs of the tapped layers.
@@ -45,15 +45,56 @@ class UnnormalisedFeatures:
 def target_features(
     params: dict,
     tokens_BT: Array,
+    starts_BT: Array | None = None,
     *,
     config: DecoderConfig,
     taps: tuple[int, ...],
     dtype: DTypeLike,
 ) -> TargetFeatures:
-    """Runs the target without a cache."""
-    output: Any = Decoder(config, dtype).apply({"params": params}, tokens_BT, taps=taps)
-    logz_BT = log_normalisers(params, output.hidden_BTD, config=config, dtype=dtype)
-    return jax.lax.stop_gradient(TargetFeatures(output.features_BTCD, output.hidden_BTD, logz_BT))
+    """Runs the target without a cache, and its LM head for the normaliser of every position."""
+    found = hidden_features(params, tokens_BT, starts_BT, config=config, taps=taps, dtype=dtype)
+    logz_BT = log_normalisers(params, found.hidden_BTD, config=config, dtype=dtype)
+    return TargetFeatures(found.features_BTCD, found.hidden_BTD, logz_BT)
+
+
+def hidden_features(
+    params: dict,
+    tokens_BT: Array,
+    starts_BT: Array | None,
+    *,
+    config: DecoderConfig,
+    taps: tuple[int, ...],
+    dtype: DTypeLike,
+    parts: int = 1,
+) -> UnnormalisedFeatures:
+    """Runs the target without a cache and without its LM head.
+
+    Args:
+      params: the target's parameters.
+      tokens_BT: sequences.
+      starts_BT: place where the document of every token starts; None: a sequence is one document.
+      config: the target's dimensions.
+      taps: layers whose outputs are the features.
+      dtype: dtype in which matrix products read their inputs.
+      parts: parts of the batch that are run one after the other; divides it.
+    """
+
+    def run(tokens_BT: Array, starts_BT: Array | None) -> UnnormalisedFeatures:
+        output: Any = Decoder(config, dtype).apply(
+            {"params": params}, tokens_BT, starts_BT=starts_BT, taps=taps
+        )
+        return UnnormalisedFeatures(output.features_BTCD, output.hidden_BTD)
+
+    if parts == 1:
+        return jax.lax.stop_gradient(run(tokens_BT, starts_BT))
+    divided = jax.tree.map(lambda x: strided_parts(x, parts), (tokens_BT, starts_BT))
+    found = jax.lax.map(lambda part: run(*part), divided)
+    return jax.lax.stop_gradient(jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), found))
+
+
+def strided_parts(x: Array, parts: int) -> Array:
+    """[B, ...] -> [parts, B / parts, ...], every n-th row together: each part is spread over all devices."""
+    return x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
 
 
 def log_normalisers(

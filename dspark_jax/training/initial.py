@@ -34,7 +34,12 @@ def feature_scale(target: LoadedTarget, drafter: Drafter, batch: TrainBatch, mes
 
     def square_sums(params: Params, batch: TrainBatch) -> Array:
         features = batch.target or target_features(
-            params, batch.tokens_BT, config=target.config, taps=drafter.config.taps, dtype=drafter.dtype
+            params,
+            batch.tokens_BT,
+            batch.starts_BT,
+            config=target.config,
+            taps=drafter.config.taps,
+            dtype=drafter.dtype,
         )
         supervised = jnp.where(batch.loss_mask_BT[..., None, None], features.features_BTCD, 0.0)
         return jnp.square(supervised.astype(jnp.float32)).sum((0, 1)).ravel()
@@ -83,7 +88,8 @@ def regression_params(
         batch = next(batches)
         features = batch.target
         if features is None:
-            features = gather(forward(target.params, place(batch.tokens_BT, replicated(mesh))), mesh)
+            tokens = jax.tree.map(lambda x: place(x, replicated(mesh)), (batch.tokens_BT, batch.starts_BT))
+            features = gather(forward(target.params, *tokens), mesh)
         parts.append(
             RegressionSample.from_batch(
                 batch.tokens_BT, batch.loss_mask_BT, features.features_BTCD, features.hidden_BTD

@@ -31,8 +31,8 @@ from dspark_jax.training.config import TrainConfig, as_json
 
 # What may change when a run goes on: where it lies, and how the same steps are computed, watched and saved.
 MAY_CHANGE = frozenset(
-    "run_name runs checkpoint_root mesh microbatches log_every_steps save_every_steps keep watch evaluation "
-    "distributed".split()
+    "run_name runs checkpoint_root mesh microbatches target_parts log_every_steps save_every_steps keep "
+    "watch evaluation distributed".split()
 )
 _log = logging.getLogger(__name__)
 

@@ -91,7 +91,7 @@ def train(
     on_main(functools.partial(claim_run, config))
 
     # 2. The target, and the state: this run's own, another run's, or a new one.
-    target = load_target(config.target, dtype=config.dtype, mesh=mesh)
+    target = load_target(config.target, dtype=config.target_dtype or config.dtype, mesh=mesh)
     if inputs.cache is not None:
         check_cache(inputs.cache, target, mesh)
     frozen = _frozen(config, target, inputs.vocabulary_np, mesh)
@@ -132,7 +132,6 @@ def train(
             run_dir=config.run_dir,
             clock=clock,
             start=start,
-            ids_of=lambda step: batches.ids_of(step - 1),
             tokens=B * config.data.max_length,
             ideal_step_s=lambda: step_fn.ideal_s,
             progress=progress,
@@ -151,7 +150,7 @@ def train(
             state, values = step_fn(state, _to_devices(batch, mesh, B), frozen)
             if step == start + 1:
                 clock.lap("startup")  # compiled
-            watch.hold(step, values, log=last or step % config.log_every_steps == 0)
+            watch.hold(step, values, ids=batches.ids, log=last or step % config.log_every_steps == 0)
             trace.after(step, values)
             stopped = stop.reached(step)
 

@@ -113,13 +113,16 @@ def abstract_step(config: TrainConfig, target: DecoderConfig, mesh: Mesh) -> tup
     blueprint = Blueprint.of(config, drafter=drafter, target=target, mesh=mesh, scale=unit_scale(drafter))
     state = _placed(blueprint.shapes, blueprint.shardings)
 
-    B, T, A = config.data.batch_size, config.data.max_length, config.data.num_anchors
+    B, T = config.data.batch_size, config.data.max_length
+    A = config.data.row_anchors or config.data.num_anchors
     batch = {
         "tokens_BT": jax.ShapeDtypeStruct((B, T), np.int32),
         "loss_mask_BT": jax.ShapeDtypeStruct((B, T), np.bool_),
         "anchors_BA": jax.ShapeDtypeStruct((B, A), np.int32),
         "keep_BA": jax.ShapeDtypeStruct((B, A), np.bool_),
     }
+    if config.data.row_anchors is not None:
+        batch["starts_BT"] = jax.ShapeDtypeStruct((B, T), np.int32)
     if config.feature_store is not None:
         width, taps = target.block.width, len(drafter.config.taps)
         batch["features_BTCD"] = jax.ShapeDtypeStruct((B, T, taps, width), jnp.bfloat16)
@@ -131,7 +134,7 @@ def abstract_step(config: TrainConfig, target: DecoderConfig, mesh: Mesh) -> tup
 
 
 def _abstract_frozen(config: TrainConfig, target: DecoderConfig, mesh: Mesh, draft_vocab: int) -> Frozen:
-    dtype = jnp.dtype(config.dtype)
+    dtype = jnp.dtype(config.target_dtype or config.dtype)
     boxed = jax.eval_shape(Decoder(target).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
 
     def place(box: nn.Partitioned) -> jax.ShapeDtypeStruct:
@@ -165,5 +168,7 @@ def _placed(shapes: Any, shardings: Any) -> Any:
 
 
 def _first_sentence(message: str) -> str:
-    found = re.search(r"RESOURCE_EXHAUSTED: (.*?)\.(?:\s|$)", message, re.DOTALL)
+    found = re.search(
+        r"(?:RESOURCE_EXHAUSTED: |permanent error\. )(?!XLA:TPU)(.*?)\.(?:\s|$)", message, re.DOTALL
+    )
     return found.group(1).strip() if found else message.splitlines()[0]

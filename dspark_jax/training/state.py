@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 import flax.struct
 import jax
+import jax.numpy as jnp
 from flax import traverse_util
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
@@ -41,6 +42,7 @@ class TrainBatch:
       anchors_BA: int32 positions, ascending; 0 where not kept.
       keep_BA: False for anchors that only fill the shape.
       target: what the target computed on the tokens; None: it runs inside the step.
+      starts_BT: int32, place where the document of a token starts; None: every sequence is one document.
     """
 
     tokens_BT: Array
@@ -48,6 +50,12 @@ class TrainBatch:
     anchors_BA: Array
     keep_BA: Array
     target: TargetFeatures | UnnormalisedFeatures | None
+    starts_BT: Array | None = None
+
+    @property
+    def starts(self) -> Array:
+        """`starts_BT`, zeros where every sequence is one document."""
+        return jnp.zeros_like(self.tokens_BT) if self.starts_BT is None else self.starts_BT
 
     @classmethod
     def from_host(cls, batch: dict) -> TrainBatch:
@@ -57,7 +65,8 @@ class TrainBatch:
             target = TargetFeatures(batch["features_BTCD"], batch["hidden_BTD"], batch["logz_BT"])
         elif "features_BTCD" in batch:
             target = UnnormalisedFeatures(batch["features_BTCD"], batch["hidden_BTD"])
-        return cls(batch["tokens_BT"], batch["loss_mask_BT"], batch["anchors_BA"], batch["keep_BA"], target)
+        names = ("tokens_BT", "loss_mask_BT", "anchors_BA", "keep_BA")
+        return cls(*(batch[name] for name in names), target, batch.get("starts_BT"))
 
 
 @flax.struct.dataclass

@@ -11,7 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
+from dspark_jax.core.sharding import on_mesh
+from dspark_jax.drafters.blocks import make_blocks
 from dspark_jax.drafters.contract import Drafter, Params, SharedWeights
 from dspark_jax.losses import EPSILON, RowWeights, block_loss, confidence_loss, slot_weights
 from dspark_jax.targets.config import DecoderConfig
@@ -19,10 +23,14 @@ from dspark_jax.training.config import LossConfig, TrainConfig
 from dspark_jax.training.features import (
     TargetFeatures,
     UnnormalisedFeatures,
+    hidden_features,
     log_normalisers,
-    target_features,
+    strided_parts,
 )
 from dspark_jax.training.state import Frozen, TrainBatch, TrainState
+
+Normalise = Callable[[Array], Array]
+"""The target's hidden states [B, M, D] -> log-sum-exp of its logits over the whole vocabulary [B, M]."""
 
 
 @flax.struct.dataclass
@@ -64,41 +72,134 @@ class Sums:
 def loss_sums(
     params: Params,
     batch: TrainBatch,
-    target: TargetFeatures,
+    target: TargetFeatures | UnnormalisedFeatures,
     shared: SharedWeights,
     *,
     drafter: Drafter,
     config: LossConfig,
+    normalise: Normalise | None = None,
 ) -> tuple[Array, Sums]:
     """(numerator of the loss, all sums) of some sequences: not yet divided by the global denominator."""
-    rows = drafter.training_rows(
+    context = _context(params, batch, target, shared, drafter)
+    return _block_sums(
+        params, context, batch, target, shared, drafter=drafter, config=config, normalise=normalise
+    )
+
+
+def gradient_sums(
+    params: Params,
+    batch: TrainBatch,
+    target: TargetFeatures | UnnormalisedFeatures,
+    shared: SharedWeights,
+    *,
+    drafter: Drafter,
+    config: LossConfig,
+    normalise: Normalise | None = None,
+) -> tuple[Params, Sums]:
+    """(gradient of the numerator, all sums): `loss_sums`, `config.block_chunk` blocks per sequence at a time.
+
+    The context of the sequences is made once. Then every part of the blocks adds its gradients of the
+    parameters and of the context, and is forgotten: what a step holds does not grow with its blocks.
+    """
+    context, pull_back = jax.vjp(lambda params: _context(params, batch, target, shared, drafter), params)
+
+    def of_blocks(anchors: tuple[Array, Array]):
+        part = batch.replace(anchors_BA=anchors[0], keep_BA=anchors[1])
+        function = functools.partial(_block_sums, drafter=drafter, config=config, normalise=normalise)
+        (_, sums), gradients = jax.value_and_grad(function, argnums=(0, 1), has_aux=True)(
+            params, context, part, target, shared
+        )
+        return gradients, sums
+
+    A = batch.anchors_BA.shape[1]
+    size = min(config.block_chunk, A)
+
+    def parts(x_BA: Array) -> Array:  # -> [parts, B, size]; what fills the last one is not kept
+        x_BA = jnp.pad(x_BA, ((0, 0), (0, -A % size)))
+        return x_BA.reshape(len(x_BA), -1, size).swapaxes(0, 1)
+
+    (gradients, context_gradients), sums = _added_up(
+        of_blocks, (parts(batch.anchors_BA), parts(batch.keep_BA))
+    )
+    cotangents = jax.tree.map(lambda g, x: g.astype(x.dtype), context_gradients, context)
+    (through_context,) = pull_back(cotangents)
+    B, T = batch.tokens_BT.shape
+    denominator = config.normaliser.denominator(sums.weight, jnp.full((), float(B * T)))
+    sums = sums.replace(denominator=denominator, sequences=jnp.full((), float(B)))
+    return jax.tree.map(jnp.add, gradients, through_context), sums
+
+
+def _added_up(function: Callable[[Any], Any], parts: Any) -> Any:
+    """The sum of the function's results, in float32, over parts that lie along the first axis."""
+    first = jax.tree.map(lambda x: x[0], parts)
+    if len(jax.tree.leaves(parts)[0]) == 1:
+        return function(first)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(function, first))
+
+    def add(total: Any, part: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, function(part)), None
+
+    return jax.lax.scan(add, zeros, parts)[0]
+
+
+def _context(params: Params, batch: TrainBatch, target, shared: SharedWeights, drafter: Drafter) -> Any:
+    return drafter.training_context(
         params,
         shared,
         tokens_BT=batch.tokens_BT,
-        loss_mask_BT=batch.loss_mask_BT,
+        starts_BT=batch.starts,
         features_BTCD=target.features_BTCD,
+    )
+
+
+def _block_sums(
+    params: Params,
+    context: Any,
+    batch: TrainBatch,
+    target: TargetFeatures | UnnormalisedFeatures,
+    shared: SharedWeights,
+    *,
+    drafter: Drafter,
+    config: LossConfig,
+    normalise: Normalise | None,
+) -> tuple[Array, Sums]:
+    """(numerator of the loss, all sums) of the blocks of a batch."""
+    blocks = make_blocks(
+        tokens_BT=batch.tokens_BT,
+        loss_mask_BT=batch.loss_mask_BT,
+        starts_BT=batch.starts,
         anchors_BA=batch.anchors_BA,
         keep_BA=batch.keep_BA,
+        block_len=drafter.config.block_len,
     )
+    rows = drafter.block_rows(params, shared, context, blocks)
     T = batch.tokens_BT.shape[1]
     at_BM = jnp.minimum(rows.positions_BM, T - 1)
     weight_BM = slot_weights(rows.mask_BM, rows.slots_BM, config.decay_len)
     labels_BM = shared.draft_ids(rows.labels_BM)
     can_say_BM = labels_BM >= 0
+    target_hidden_BMD = jnp.take_along_axis(target.hidden_BTD, at_BM[..., None], axis=1)
+    if isinstance(target, TargetFeatures):
+        logz_BM = jnp.take_along_axis(target.logz_BT, at_BM, axis=1)
+    elif shared.draft_to_target_V is None:
+        logz_BM = None  # the loss sees all logits of these rows in any case
+    else:
+        assert normalise is not None, "a reduced vocabulary does not tell the target's normaliser"
+        logz_BM = normalise(target_hidden_BMD)
     loss, terms = block_loss(
         hidden_BMD=rows.hidden_BMD,
         latent_BMR=rows.latent_BMR,
         w2_RV=rows.w2_RV,
         head_DV=shared.head_DV,
-        target_hidden_BMD=jnp.take_along_axis(target.hidden_BTD, at_BM[..., None], axis=1),
-        target_logz_BM=jnp.take_along_axis(target.logz_BT, at_BM, axis=1),
+        target_hidden_BMD=target_hidden_BMD,
+        target_logz_BM=logz_BM,
         labels_BM=labels_BM,
         weights=RowWeights(
             ce_BM=config.ce * weight_BM * can_say_BM, tv_BM=config.tv * weight_BM, kl_BM=config.kl * weight_BM
         ),
         softcap=shared.scaling.softcap,
         chunk=config.chunk,
-        dtype=drafter.dtype,
+        dtype=config.dtype or drafter.dtype,
     )
     confidence_BM, bce = jnp.zeros(weight_BM.shape), jnp.zeros(())
     if rows.confidence_logits_BM is not None:
@@ -162,49 +263,41 @@ def train_step(
     target: DecoderConfig,
     loss: LossConfig,
     microbatches: int = 1,
+    target_parts: int = 1,
+    target_dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[TrainState, dict[str, Any]]:
     """One step. The loss of a batch does not depend on how it is divided: numerators and gradients of all
     micro-batches are added, and divided once by the global denominator.
     """
+    target_dtype = target_dtype or drafter.dtype
 
-    def gradients_of(part: TrainBatch):
+    def gradients_of(part: TrainBatch) -> tuple[Params, Sums]:
         features = part.target
         if features is None:
             if frozen.target_params is None:
                 raise ValueError("a batch without features needs the target's parameters")
-            features = target_features(
+            features = hidden_features(
                 frozen.target_params,
                 part.tokens_BT,
+                part.starts_BT,
                 config=target,
                 taps=drafter.config.taps,
-                dtype=drafter.dtype,
+                dtype=target_dtype,
+                parts=target_parts,
             )
-        elif isinstance(features, UnnormalisedFeatures):
-            assert frozen.target_params is not None
-            logz_BT = log_normalisers(
-                frozen.target_params, features.hidden_BTD, config=target, dtype=drafter.dtype
+        normalise = None
+        if frozen.target_params is not None:
+            normalise = functools.partial(
+                log_normalisers, frozen.target_params, config=target, dtype=target_dtype
             )
-            features = TargetFeatures(features.features_BTCD, features.hidden_BTD, logz_BT)
-        function = functools.partial(loss_sums, drafter=drafter, config=loss)
-        (_, sums), gradients = jax.value_and_grad(function, has_aux=True)(
-            state.params, part, features, frozen.shared
-        )
-        return gradients, sums
-
-    if microbatches == 1:
-        gradients, sums = gradients_of(batch)
-    else:
-        # Strided parts keep every micro-batch spread over all devices.
-        parts = jax.tree.map(lambda x: x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradients_of, _first(parts))
+        return gradient_sums(
+            state.params, part, features, frozen.shared, drafter=drafter, config=loss, normalise=normalise
         )
 
-        def add(total, part):
-            return jax.tree.map(jnp.add, total, gradients_of(part)), None
-
-        (gradients, sums), _ = jax.lax.scan(add, zeros, parts)
-
+    with on_mesh(mesh):
+        parts = jax.tree.map(lambda x: strided_parts(x, microbatches), batch)
+        gradients, sums = _added_up(gradients_of, parts)
     gradients = jax.tree.map(lambda g: g / (sums.denominator + EPSILON), gradients)
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
     params: Any = optax.apply_updates(state.params, updates)
@@ -213,9 +306,14 @@ def train_step(
 
 
 def bind_step(
-    config: TrainConfig, *, drafter: Drafter, optimizer: optax.GradientTransformation, target: DecoderConfig
+    config: TrainConfig,
+    *,
+    drafter: Drafter,
+    optimizer: optax.GradientTransformation,
+    target: DecoderConfig,
+    mesh: Mesh | None = None,
 ) -> Callable[[TrainState, TrainBatch, Frozen], tuple[TrainState, dict[str, Any]]]:
-    """The step of one run, a function of arrays alone."""
+    """The step of one run, a function of arrays alone; on several devices it must know their mesh."""
     return functools.partial(
         train_step,
         drafter=drafter,
@@ -223,8 +321,7 @@ def bind_step(
         target=target,
         loss=config.loss,
         microbatches=config.microbatches,
+        target_parts=config.target_parts,
+        target_dtype=config.target_dtype,
+        mesh=mesh,
     )
-
-
-def _first(parts: TrainBatch) -> TrainBatch:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)

@@ -72,6 +72,7 @@ def test_blocks_equal_a_loop_over_anchors_and_slots():
     blocks = jax.jit(make_blocks, static_argnames="block_len")(
         tokens_BT=tokens,
         loss_mask_BT=loss_mask,
+        starts_BT=np.zeros_like(tokens),
         anchors_BA=anchors_BA,
         keep_BA=keep,
         block_len=block_len,
@@ -83,7 +84,7 @@ def test_blocks_equal_a_loop_over_anchors_and_slots():
         anchor, open_so_far = anchors_BA[b, a], bool(keep[b, a])
         assert blocks.prev_BAG[b, a, 0] == tokens[b, anchor]
         assert blocks.positions_BAG[b, a].tolist() == list(range(anchor, anchor + block_len))
-        assert blocks.sees_BAS[b, a].tolist() == [position < anchor for position in range(length)]
+        assert (blocks.context.low_BA[b, a], blocks.context.high_BA[b, a]) == (0, anchor)
         for k in range(block_len):
             label_at = anchor + k + 1
             supervised = bool(keep[b, a]) and label_at < length and bool(loss_mask[b, label_at])
@@ -100,6 +101,7 @@ def test_a_sequence_shorter_than_a_block_has_no_slots_outside():
     blocks = make_blocks(
         tokens_BT=jnp.array([[4, 5]]),
         loss_mask_BT=jnp.ones((1, 2), bool),
+        starts_BT=jnp.zeros((1, 2), jnp.int32),
         anchors_BA=jnp.array([[0, 1]]),
         keep_BA=jnp.ones((1, 2), bool),
         block_len=4,

@@ -12,10 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dspark_jax.core.sharding import make_mesh
+from dspark_jax.core.sharding import make_mesh, on_mesh
 from dspark_jax.nn import context_kernel
-from dspark_jax.nn.attention import MASKED
-from dspark_jax.nn.context_attention import context_attention, join
+from dspark_jax.nn.attention import MASKED, attend, attend_blocks
+from dspark_jax.nn.context_attention import (
+    Interval,
+    attend_causal,
+    attend_context,
+    context_attention,
+    join,
+)
 
 B, K, R, M, S, H = 2, 2, 3, 11, 13, 4
 EXACT = 2e-5
@@ -100,6 +106,57 @@ def test_join_is_one_softmax():
         context_attention(q, keys, values, jnp.full((B, M), cut), jnp.full((B, M), S)),
     ]
     np.testing.assert_allclose(join(parts), context_attention(q, keys, values, *everything)[0], atol=EXACT)
+
+
+@pytest.mark.parametrize("own_mask", [None, np.array([True, True, False])], ids=["all", "masked"])
+def test_blocks_with_intervals_equal_blocks_with_a_mask(own_mask):
+    rng = np.random.default_rng(2)
+    A, G, N = 5, 3, K * R
+    shapes = [(B, A, G, N, H), (B, K, S, H), (B, K, S, H), (B, A, G, K, H), (B, A, G, K, H)]
+    q, keys, values, own_keys, own_values = (jnp.asarray(rng.normal(size=x), jnp.float32) for x in shapes)
+    low, high = rng.integers(0, 4, (B, A)), np.sort(rng.integers(0, S + 1, (B, A)))
+    at = np.arange(S)
+    mask = jnp.asarray((at >= low[..., None]) & (at < high[..., None]))
+    sees = Interval(low_BA=jnp.asarray(low), high_BA=jnp.asarray(high))
+
+    def loss(sees, *arrays):
+        return (attend_context(arrays[0], *arrays[1:3], sees, *arrays[3:], own_mask) ** 2).sum()
+
+    arrays = (q, keys, values, own_keys, own_values)
+    plain = attend_blocks(q, keys, values, mask, own_keys, own_values, own_mask)
+    np.testing.assert_allclose(
+        attend_context(q, keys, values, sees, own_keys, own_values, own_mask), plain, atol=EXACT
+    )
+    every = tuple(range(1, 6))
+    for got, wanted in zip(
+        *(jax.jit(jax.grad(loss, argnums=every))(x, *arrays) for x in (sees, mask)), strict=True
+    ):
+        np.testing.assert_allclose(got, wanted, atol=5 * EXACT)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_causal_attention_stays_inside_its_document_also_on_a_mesh(window):
+    rng = np.random.default_rng(3)
+    T, N = S, K * R
+    q, keys, values = (
+        jnp.asarray(rng.normal(size=x), jnp.float32) for x in ((B, T, N, H), (B, K, T, H), (B, K, T, H))
+    )
+    starts = np.array([[0] * 5 + [5] * 4 + list(range(9, T)), [0] * T])
+    at = np.arange(T)
+    sees = (at <= at[:, None]) & (starts[..., None] == starts[:, None])
+    sees &= window is None or at > at[:, None] - (window or 0)
+    plain = attend(q, keys, values, jnp.asarray(sees))
+    np.testing.assert_allclose(attend_causal(q, keys, values, jnp.asarray(starts), window), plain, atol=EXACT)
+
+    mesh = make_mesh(data=2, tensor=2, devices=jax.devices()[:4])
+
+    @jax.jit
+    def divided(*arrays):
+        with on_mesh(mesh):
+            return attend_causal(*arrays, window)
+
+    arrays = jax.device_put((q, keys, values, jnp.asarray(starts)), NamedSharding(mesh, PartitionSpec()))
+    np.testing.assert_allclose(divided(*arrays), plain, atol=EXACT)
 
 
 def test_memory_does_not_grow_with_the_context():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -17,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 from dspark_jax.checkpoints.targets import load_target
 from dspark_jax.core.sharding import make_mesh, replicated
 from dspark_jax.data.anchors import sample_anchors
+from dspark_jax.data.packing import Document, collate
+from dspark_jax.data.sources import Example
 from dspark_jax.drafters.config import RNN
 from dspark_jax.drafters.contract import SharedWeights
 from dspark_jax.drafters.registry import make_drafter
@@ -31,6 +34,7 @@ from dspark_jax.training.step import train_step
 
 RECIPE = DSparkRecipe(taps=(-1, 1), mask_token=39, num_layers=1, block_len=3, head=RNN(rank=4))
 LOSS = LossConfig(kl=0.1, chunk=4)
+IN_PARTS = dataclasses.replace(LOSS, block_chunk=2)
 OTHERS = {
     "eagle3": (
         Eagle3Recipe(taps=(-1, 1), block_len=3),
@@ -52,9 +56,10 @@ class Trainer:
         recipe: DrafterRecipe = RECIPE,
         loss: LossConfig = LOSS,
         microbatches: int = 1,
+        target_parts: int = 1,
         **axes: int,
     ):
-        self.mesh = make_mesh(**axes, devices=jax.devices() if axes else jax.devices()[:1])
+        self.mesh = make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
         target = load_target(directory, mesh=self.mesh)
         self.drafter = make_drafter(recipe.resolve(target.config))
         taps = self.drafter.config.taps
@@ -80,6 +85,8 @@ class Trainer:
                 target=target.config,
                 loss=loss,
                 microbatches=microbatches,
+                target_parts=target_parts,
+                mesh=self.mesh,
             ),
             donate_argnums=0,
             out_shardings=(self.shardings, replicated(self.mesh)),
@@ -115,6 +122,27 @@ def make_batch(seed: int = 0) -> TrainBatch:
     return TrainBatch(tokens_BT, loss_mask_BT, np.stack(anchors), np.stack(keep), None)
 
 
+def packed(batch: TrainBatch) -> TrainBatch:
+    """The same documents and blocks, two per row."""
+    rows = []
+    for b in range(0, B, 2):
+        row = []
+        for i in (b, b + 1):
+            # Documents end behind their last supervised token.
+            length = int(max(np.flatnonzero(batch.loss_mask_BT[i]), default=0)) + 1
+            tokens_np, mask_np = batch.tokens_BT[i, :length], batch.loss_mask_BT[i, :length]
+            record = Example(id=str(i), domain="", tokens_np=tokens_np, loss_mask_np=mask_np)
+            row.append(Document(record, batch.anchors_BA[i][batch.keep_BA[i]]))
+        rows.append(row)
+    return TrainBatch.from_host(collate(rows, length=2 * T, num_anchors=2 * A, packed=True))
+
+
+def of_packed(trainer: Trainer) -> tuple[dict, dict]:
+    """(metrics, gradient) of the packed batch; the metrics per row as they are per sequence."""
+    metrics, gradients = trainer(packed(make_batch()))
+    return {**metrics, "anchors_per_sequence": metrics["anchors_per_sequence"] / 2}, gradients
+
+
 def assert_same(ours: tuple[dict, dict], theirs: tuple[dict, dict]) -> None:
     np.testing.assert_allclose(ours[0]["loss"], theirs[0]["loss"], rtol=1e-6)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5), ours, theirs)
@@ -135,11 +163,22 @@ def expected(trainer):
     return metrics, gradients
 
 
-@pytest.mark.parametrize(("axes", "microbatches"), [({}, 4), ({"data": 4, "fsdp": 2}, 4)])
-def test_loss_and_gradients_do_not_depend_on_devices_or_microbatches(
-    target_directory, expected, axes, microbatches
+@pytest.mark.parametrize(
+    ("axes", "microbatches", "pack"),
+    [
+        ({}, 4, False),
+        ({"data": 4, "fsdp": 2}, 4, False),
+        ({"fsdp": 2}, 1, True),
+        ({"data": 2, "tensor": 4}, 4, True),
+    ],
+    ids=["1-device", "8-devices", "2-devices-packed", "8-devices-packed"],
+)
+def test_loss_and_gradients_do_not_depend_on_devices_parts_or_packing(
+    target_directory, expected, axes, microbatches, pack
 ):
-    assert_same(Trainer(target_directory, microbatches=microbatches, **axes)(make_batch()), expected)
+    settings = {"loss": IN_PARTS, "microbatches": microbatches, "target_parts": 2}
+    trainer = Trainer(target_directory, **settings, **axes)
+    assert_same(of_packed(trainer) if pack else trainer(make_batch()), expected)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -148,8 +187,9 @@ def test_neither_do_those_of_other_drafters(target_directory, name):
     settings = {"recipe": recipe, "loss": loss}
     metrics, gradients = Trainer(target_directory, **settings)(make_batch())
     assert all(g.any() for g in jax.tree.leaves(gradients)), "parameters that this comparison would not see"
+    settings["loss"] = dataclasses.replace(loss, block_chunk=2)
     divided = Trainer(target_directory, **settings, microbatches=4, data=2, fsdp=2, tensor=2)
-    assert_same(divided(make_batch()), (metrics, gradients))
+    assert_same(of_packed(divided), (metrics, gradients))
     if name == "eagle3":
         per_row = 0.1 * metrics["ce"] + 0.9 * metrics["tv"] + metrics["kl"]
         assert math.isclose(metrics["loss"], per_row * metrics["rows"] / (B * T), rel_tol=1e-5)
