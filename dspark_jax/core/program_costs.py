@@ -68,7 +68,13 @@ def _of_jaxpr(jaxpr: Any) -> MatmulCost:
         elif name == "cond":
             total += max((_of_jaxpr(branch.jaxpr) for branch in params["branches"]), key=lambda c: c.flops)
         else:
-            times = params["length"] if name == "scan" else 1
+            times = 1
+            if name == "scan":
+                times = params["length"]
+            elif name == "pallas_call":
+                times = math.prod(params["grid_mapping"].grid)  # what it skips is counted, too
+            elif name == "shard_map":  # seen from one device
+                times = params["mesh"].size
             for inner in _inner_jaxprs(params):
                 total += _of_jaxpr(inner) * times
     return total

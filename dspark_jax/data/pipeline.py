@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -65,26 +64,20 @@ class BatchIterator:
     The state counts global batches, so a run may resume on another number of processes.
     """
 
-    def __init__(
-        self,
-        batches: grain.IterDataset,
-        *,
-        fingerprint: str,
-        truncated_examples: int,
-        ids_of: Callable[[int], list[str]],
-    ):
+    def __init__(self, batches: grain.IterDataset, *, fingerprint: str, truncated_examples: int):
         self._iterator = iter(batches)
         self._fingerprint = fingerprint
         self.truncated_examples = truncated_examples
         """How many records are longer than `max_length` and lose their end."""
-        self.ids_of = ids_of
-        """Ids of the records in global batch n, from 0, on all processes together."""
+        self.ids: Callable[[], list[str]] = list
+        """Ids of the records in the batch returned last, on all processes together."""
 
     def __iter__(self) -> BatchIterator:
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
-        return next(self._iterator)
+        batch, self.ids = next(self._iterator)
+        return batch
 
     def get_state(self) -> dict:
         """What is needed to continue after the batch returned last; plain JSON."""
@@ -136,10 +129,10 @@ def training_batches(
         return Document(record, positions_A[keep_A])
 
     index = _index(source)
-    # Every document of the whole run, with its anchors, in one order that no process has a part in.
+    # Anchors before the division among processes: their random stream then follows the global row number.
     documents = _endless(source, index.domains, config).random_map(with_anchors)
-    mine = range(config.batch_size) if local_rows is None else local_rows
-    batches, ids_of = (_packed if config.row_anchors is not None else _one_per_row)(documents, config, mine)
+    divide = _packed if config.row_anchors is not None else _one_per_row
+    batches = divide(documents, config, range(config.batch_size) if local_rows is None else local_rows)
 
     truncated = int(np.sum(np.asarray(index.lengths_tokens) > config.max_length))
     if truncated:
@@ -149,62 +142,45 @@ def training_batches(
             len(source),
             config.max_length,
         )
-    return BatchIterator(
-        batches,
-        fingerprint=_fingerprint(index.ids, config),
-        truncated_examples=truncated,
-        ids_of=ids_of,
+    return BatchIterator(batches, fingerprint=_fingerprint(index.ids, config), truncated_examples=truncated)
+
+
+def _one_per_row(documents: Any, config: DataConfig, own: range) -> grain.IterDataset:
+    """Pairs of this process's rows of a batch, one document each, and a function to its ids."""
+
+    def local_batch(number: int) -> tuple[dict[str, np.ndarray], Callable[[], list[str]]]:
+        start = number * config.batch_size
+        rows = [[documents[start + row]] for row in own]
+        batch = collate(rows, length=config.max_length, num_anchors=config.num_anchors, packed=False)
+        return batch, lambda: [documents[start + row].example.id for row in range(config.batch_size)]
+
+    batches = grain.MapDataset.range(len(documents) // config.batch_size).map(local_batch)
+    return batches.to_iter_dataset(
+        grain.ReadOptions(num_threads=config.read_threads, prefetch_buffer_size=config.prefetch_batches)
     )
 
 
-def _one_per_row(
-    documents: grain.MapDataset, config: DataConfig, mine: range
-) -> tuple[grain.IterDataset, Callable[[int], list[str]]]:
-    """(some rows of every batch, one document each; the ids of a whole batch)."""
-    in_order: Any = documents
+def _packed(documents: grain.MapDataset, config: DataConfig, own: range) -> grain.IterDataset:
+    """The same of packed rows. All processes pack all documents: rows do not depend on them."""
+    assert config.row_anchors is not None
 
-    def local_batch(number: int) -> dict[str, np.ndarray]:
-        rows = [[in_order[number * config.batch_size + row]] for row in mine]
-        return collate(rows, length=config.max_length, num_anchors=config.num_anchors, packed=False)
+    def collated(
+        rows: Sequence[Sequence[Document]],
+    ) -> tuple[dict[str, np.ndarray], Callable[[], list[str]]]:
+        ids = [document.example.id for row in rows for document in row]
+        mine = rows[own.start : own.stop]
+        batch = collate(mine, length=config.max_length, num_anchors=config.row_anchors or 0, packed=True)
+        return batch, lambda: ids
 
-    def ids_of(number: int) -> list[str]:
-        start = number * config.batch_size
-        return [in_order[start + row].example.id for row in range(config.batch_size)]
-
-    # What a process does not ask for is never read.
-    batches = grain.MapDataset.range(len(documents) // config.batch_size).map(local_batch)
-    options = grain.ReadOptions(num_threads=config.read_threads, prefetch_buffer_size=config.prefetch_batches)
-    return batches.to_iter_dataset(options), ids_of
-
-
-def _packed(
-    documents: grain.MapDataset, config: DataConfig, mine: range
-) -> tuple[grain.IterDataset, Callable[[int], list[str]]]:
-    """As `_one_per_row`. Every process packs all documents: what a row holds does not depend on them."""
-    num_anchors = config.row_anchors or 0
-
-    def collated(rows: Sequence[Sequence[Document]]) -> dict[str, np.ndarray]:
-        return collate(
-            [rows[row] for row in mine], length=config.max_length, num_anchors=num_anchors, packed=True
-        )
-
-    options = grain.ReadOptions(num_threads=config.read_threads, prefetch_buffer_size=config.batch_size)
     rows = first_fit(
-        documents.to_iter_dataset(options),
+        documents.to_iter_dataset(
+            grain.ReadOptions(num_threads=config.read_threads, prefetch_buffer_size=config.batch_size)
+        ),
         length=config.max_length,
-        num_anchors=num_anchors,
+        num_anchors=config.row_anchors,
         open_rows=config.batch_size,
     )
-
-    def batches(fn: Callable[[Sequence[Sequence[Document]]], Any]) -> grain.IterDataset:
-        return rows.batch(config.batch_size, drop_remainder=True, batch_fn=fn)
-
-    def ids_of(number: int) -> list[str]:
-        # Where a document went is known only by packing all those before it: slow, and for a message only.
-        ids = batches(lambda rows: [document.example.id for row in rows for document in row])
-        return next(itertools.islice(iter(ids), number, None))
-
-    return batches(collated), ids_of
+    return rows.batch(config.batch_size, drop_remainder=True, batch_fn=collated)
 
 
 class _Index(NamedTuple):

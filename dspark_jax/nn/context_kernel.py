@@ -92,12 +92,15 @@ def backward(
 
 
 def _bounds(tile: int, chunk: int, low: Array, high: Array) -> tuple[Array, Array]:
-    """First chunk that any row of a tile sees, and the one behind the last: int32 [B, tiles] each."""
+    """First chunk that any row of a tile sees, and the one behind the last: int32 [B tiles] each.
+
+    Flat, because scalar memory pads the last of two axes to 128.
+    """
     low_BtT, high_BtT = (x.reshape(x.shape[0], -1, tile) for x in (low, high))
     sees = low_BtT < high_BtT
     first = jnp.min(jnp.where(sees, low_BtT, jnp.iinfo(jnp.int32).max), axis=-1) // chunk
     behind = -(-jnp.max(jnp.where(sees, high_BtT, 0), axis=-1) // chunk)
-    return jnp.minimum(first, behind).astype(jnp.int32), behind.astype(jnp.int32)
+    return jnp.minimum(first, behind).astype(jnp.int32).ravel(), behind.astype(jnp.int32).ravel()
 
 
 class _Specs:
@@ -107,7 +110,7 @@ class _Specs:
         B, K, R, M, H = q_shape
         tiles, chunks = M // tile, S // chunk
         self.grid = (B, K, chunks, tiles) if chunks_outside else (B, K, tiles, chunks)
-        self.kernel_options = dict(tile=tile, chunk=chunk, chunks_outside=chunks_outside)
+        self.kernel_options = dict(tiles=tiles, chunk=chunk, chunks_outside=chunks_outside)
 
         def places(i, j):
             return (j, i) if chunks_outside else (i, j)
@@ -123,7 +126,8 @@ class _Specs:
         def context_at(b, k, i, j, first, behind):
             t, c = places(i, j)
             if not chunks_outside:  # stay at a chunk that is there already instead of fetching an unseen one
-                c = jnp.clip(c, first[b, t], jnp.maximum(behind[b, t] - 1, first[b, t]))
+                at = b * tiles + t
+                c = jnp.clip(c, first[at], jnp.maximum(behind[at] - 1, first[at]))
                 c = jnp.minimum(c, chunks - 1)
             return b, k, c, 0
 
@@ -158,11 +162,11 @@ class _Specs:
         )(*bounds, *arrays)
 
 
-def _place(first, behind, chunks_outside: bool):
+def _place(first, behind, tiles: int, chunks_outside: bool):
     """(chunk, whether any row of the tile sees it)."""
     b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     t, c = (j, i) if chunks_outside else (i, j)
-    return c, (c >= first[b, t]) & (c < behind[b, t])
+    return c, (c >= first[b * tiles + t]) & (c < behind[b * tiles + t])
 
 
 def _flat(ref) -> Array:
@@ -187,10 +191,9 @@ def _dot(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
     return jax.lax.dot_general(a.astype(b.dtype), b, dimensions, preferred_element_type=jnp.float32)
 
 
-def _forward_kernel(first, behind, *refs, tile, chunk, chunks_outside):
-    del tile
+def _forward_kernel(first, behind, *refs, tiles, chunk, chunks_outside):
     q_ref, keys_ref, low_ref, high_ref, values_ref, mixed_ref, log_mass_ref, highest_ref, mass_ref = refs
-    c, needed = _place(first, behind, chunks_outside)
+    c, needed = _place(first, behind, tiles, chunks_outside)
     shape = mixed_ref.shape
 
     @pl.when(pl.program_id(3) == 0)
@@ -227,10 +230,9 @@ def _score_gradients(refs, c, chunk: int) -> tuple[Array, Array]:
     return probs, probs * (_dot(_flat(grad_ref), values_ref[0, 0], 1, 1) + _flat(shift_ref))
 
 
-def _rows_gradient_kernel(first, behind, *refs, tile, chunk, chunks_outside):
-    del tile
+def _rows_gradient_kernel(first, behind, *refs, tiles, chunk, chunks_outside):
     *inputs, grad_q_ref = refs
-    c, needed = _place(first, behind, chunks_outside)
+    c, needed = _place(first, behind, tiles, chunks_outside)
 
     @pl.when(pl.program_id(3) == 0)
     def _():
@@ -242,10 +244,9 @@ def _rows_gradient_kernel(first, behind, *refs, tile, chunk, chunks_outside):
         grad_q_ref[...] += _dot(grad_scores, inputs[1][0, 0], 1, 0).reshape(grad_q_ref.shape)
 
 
-def _context_gradient_kernel(first, behind, *refs, tile, chunk, chunks_outside):
-    del tile
+def _context_gradient_kernel(first, behind, *refs, tiles, chunk, chunks_outside):
     *inputs, grad_keys_ref, grad_values_ref = refs
-    c, needed = _place(first, behind, chunks_outside)
+    c, needed = _place(first, behind, tiles, chunks_outside)
 
     @pl.when(pl.program_id(3) == 0)
     def _():

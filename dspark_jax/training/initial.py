@@ -88,9 +88,8 @@ def regression_params(
         batch = next(batches)
         features = batch.target
         if features is None:
-            whole = functools.partial(place, sharding=replicated(mesh))
-            rows = jax.tree.map(whole, (batch.tokens_BT, batch.starts_BT))
-            features = gather(forward(target.params, *rows), mesh)
+            tokens = jax.tree.map(lambda x: place(x, replicated(mesh)), (batch.tokens_BT, batch.starts_BT))
+            features = gather(forward(target.params, *tokens), mesh)
         parts.append(
             RegressionSample.from_batch(
                 batch.tokens_BT, batch.loss_mask_BT, features.features_BTCD, features.hidden_BTD

@@ -112,7 +112,8 @@ def train(
     if resumes:
         state, saved = _restored(config, checkpoints, own_step, blueprint)
         batches.set_state(saved["position"])
-        clock.resume(saved["clock"])
+        if own_step:
+            clock.resume(saved["clock"])
     else:
         given_params = inputs.given_params
         if given_params is None and config.drafter.warm_start_sequences:
@@ -131,7 +132,6 @@ def train(
             run_dir=config.run_dir,
             clock=clock,
             start=start,
-            ids_of=lambda step: batches.ids_of(step - 1),
             tokens=B * config.data.max_length,
             ideal_step_s=lambda: step_fn.ideal_s,
             progress=progress,
@@ -150,7 +150,7 @@ def train(
             state, values = step_fn(state, _to_devices(batch, mesh, B), frozen)
             if step == start + 1:
                 clock.lap("startup")  # compiled
-            watch.hold(step, values, log=last or step % config.log_every_steps == 0)
+            watch.hold(step, values, ids=batches.ids, log=last or step % config.log_every_steps == 0)
             trace.after(step, values)
             stopped = stop.reached(step)
 

@@ -168,5 +168,7 @@ def _placed(shapes: Any, shardings: Any) -> Any:
 
 
 def _first_sentence(message: str) -> str:
-    found = re.search(r"RESOURCE_EXHAUSTED: (.*?)\.(?:\s|$)", message, re.DOTALL)
+    found = re.search(
+        r"(?:RESOURCE_EXHAUSTED: |permanent error\. )(?!XLA:TPU)(.*?)\.(?:\s|$)", message, re.DOTALL
+    )
     return found.group(1).strip() if found else message.splitlines()[0]

@@ -59,7 +59,6 @@ class Watcher:
       run_dir: where process 0 writes.
       clock: of the run.
       start: steps done before.
-      ids_of: step -> ids of the records in its batch.
       tokens: of a step, padding included.
       ideal_step_s: seconds of a step at the devices' stated peak, once it is compiled; None: not known.
       progress: the bar to write beside.
@@ -73,24 +72,32 @@ class Watcher:
         run_dir: Path,
         clock: GoodputClock,
         start: int,
-        ids_of: Callable[[int], list[str]],
         tokens: int,
         ideal_step_s: Callable[[], float | None],
         progress: tqdm,
         on_log: OnLog | None,
     ):
         self._guard, self._run_dir, self._clock = LossGuard(config), run_dir, clock
-        self._ids_of, self._tokens, self._ideal_step_s = ids_of, tokens, ideal_step_s
+        self._tokens, self._ideal_step_s = tokens, ideal_step_s
         self._progress, self._on_log = progress, on_log
         self._writer = MetricsWriter(run_dir) if is_main() else None
         self._held: tuple[int, dict[str, Any], bool] | None = None
+        self._ids: Callable[[], list[str]] = list
         self._checked = False
         self._line = (start, time.monotonic(), clock.step_s)
         self._since_save: dict[str, list[float]] = collections.defaultdict(list)
 
-    def hold(self, step: int, values: dict[str, Any], *, log: bool) -> None:
-        """Settles the step before and keeps this one's values, still on the device."""
+    def hold(self, step: int, values: dict[str, Any], *, ids: Callable[[], list[str]], log: bool) -> None:
+        """Settles the step before and keeps this one's values, still on the device.
+
+        Args:
+          step: its number.
+          values: what it says.
+          ids: says which records its batch holds, on all processes together.
+          log: whether it gets a line.
+        """
         self.settle()
+        self._ids = ids
         self._held, self._checked = (step, values, log), False
 
     def busy(self) -> bool:
@@ -160,7 +167,7 @@ class Watcher:
         )
 
     def _stop(self, step: int, found: dict[str, float], problem: str) -> None:
-        ids = self._ids_of(step)
+        ids = self._ids()
         path = self._run_dir / f"diverged-{step}.json"
         if is_main():
             with atomic_write(path, "w") as file:
