@@ -10,6 +10,7 @@ import numpy as np
 
 from dspark_jax.checkpoints.targets import LoadedTarget
 from dspark_jax.core.errors import InputError
+from dspark_jax.core.sharding import mesh_of, on_mesh
 from dspark_jax.data.deepspec_cache import DeepSpecCache
 from dspark_jax.targets.decoder import Decoder
 
@@ -27,9 +28,12 @@ def check_cache(cache: DeepSpecCache, target: LoadedTarget) -> None:
     """
     record = cache[0]
     tokens_1T = jnp.asarray(record.example.tokens_np[None, :TOKENS])
-    output: Any = jax.jit(
-        lambda params: Decoder(target.config).apply({"params": params}, tokens_1T, taps=cache.taps)
-    )(target.params)
+
+    def run(params) -> Any:
+        with on_mesh(mesh_of(target.params)):
+            return Decoder(target.config).apply({"params": params}, tokens_1T, taps=cache.taps)
+
+    output = jax.jit(run)(target.params)
     stored = dict(
         zip((f"layer {tap}" for tap in cache.taps), np.moveaxis(record.features_TCD_np, 1, 0), strict=True)
     )

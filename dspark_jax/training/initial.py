@@ -12,13 +12,15 @@ import numpy as np
 import optax
 from flax import traverse_util
 from jax import Array
+from jax.sharding import Mesh
 
 from dspark_jax.checkpoints.targets import LoadedTarget
+from dspark_jax.core.sharding import mesh_of, on_mesh
 from dspark_jax.data.pipeline import BatchIterator
 from dspark_jax.drafters.config import DSparkConfig
 from dspark_jax.drafters.contract import Drafter, Params, SharedWeights
 from dspark_jax.training.config import TrainConfig
-from dspark_jax.training.features import target_features
+from dspark_jax.training.features import UnnormalisedFeatures, hidden_features
 from dspark_jax.training.state import TrainBatch, TrainState
 from dspark_jax.training.warm_start import RegressionSample, warm_start
 
@@ -31,16 +33,10 @@ def feature_scale(target: LoadedTarget, drafter: Drafter, batches: BatchIterator
     position = batches.get_state()
     batch = TrainBatch.from_host(next(batches))
     batches.set_state(position)
+    mesh = mesh_of(target.params)
 
     def square_sums(params: Params, batch: TrainBatch) -> Array:
-        features = batch.target or target_features(
-            params,
-            batch.tokens_BT,
-            batch.starts_BT,
-            config=target.config,
-            taps=drafter.config.taps,
-            dtype=drafter.dtype,
-        )
+        features = batch.target or _run(mesh, target, drafter, params, batch)
         supervised = jnp.where(batch.loss_mask_BT[..., None, None], features.features_BTCD, 0.0)
         return jnp.square(supervised.astype(jnp.float32)).sum((0, 1)).ravel()
 
@@ -52,6 +48,21 @@ def feature_scale(target: LoadedTarget, drafter: Drafter, batches: BatchIterator
 
     rms_np = np.sqrt(jax.device_get(jax.jit(mean_squares)(target.params, batch)))
     return jnp.asarray(1.0 / np.maximum(rms_np, 1e-3), jnp.float32)
+
+
+def _run(
+    mesh: Mesh | None, target: LoadedTarget, drafter: Drafter, params: Params, batch: TrainBatch
+) -> UnnormalisedFeatures:
+    """What the target computes on a batch; its kernels must know the mesh."""
+    with on_mesh(mesh):
+        return hidden_features(
+            params,
+            batch.tokens_BT,
+            batch.starts_BT,
+            config=target.config,
+            taps=drafter.config.taps,
+            dtype=drafter.dtype,
+        )
 
 
 def unit_scale(drafter: Drafter) -> Array:
@@ -69,13 +80,12 @@ def regression_params(
 ) -> Params:
     """Parameters that start from a regression on the first sequences (`warm_start.py`); uses up no batch."""
     assert isinstance(drafter.config, DSparkConfig), "no other recipe has a warm start"
-    settings = {"config": target.config, "taps": drafter.config.taps, "dtype": drafter.dtype}
-    forward = jax.jit(functools.partial(target_features, **settings))
+    forward = jax.jit(functools.partial(_run, mesh_of(target.params), target, drafter))
     position = batches.get_state()
     parts: list[RegressionSample] = []
     for _ in range(-(-config.drafter.warm_start_sequences // config.data.batch_size)):
         batch = TrainBatch.from_host(next(batches))
-        features = batch.target or jax.device_get(forward(target.params, batch.tokens_BT, batch.starts_BT))
+        features = batch.target or jax.device_get(forward(target.params, batch))
         parts.append(
             RegressionSample.from_batch(
                 batch.tokens_BT, batch.loss_mask_BT, features.features_BTCD, features.hidden_BTD
