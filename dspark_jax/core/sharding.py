@@ -96,8 +96,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def mesh_of(arrays: Any) -> Mesh | None:
     """The mesh on which a tree of arrays lies; None on a single device."""
-    sharding = jax.tree.leaves(arrays)[0].sharding
-    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+    mesh = getattr(jax.tree.leaves(arrays)[0].sharding, "mesh", None)
+    return mesh if isinstance(mesh, Mesh) else None
 
 
 def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:

@@ -114,9 +114,9 @@ class MTPNetwork(nn.Module):
 
         def attention(number: int, queries, keys, values) -> Array:
             old = (cache.keys_BKSH[number], cache.values_BKSH[number])
-            pair = [write_rows(x, new, start_B) for x, new in zip(old, (keys, values), strict=True)]
-            pairs.append(tuple(pair))
-            return attend(queries, *pair, mask_BTS)
+            keys, values = (write_rows(x, new, start_B) for x, new in zip(old, (keys, values), strict=True))
+            pairs.append((keys, values))
+            return attend(queries, keys, values, mask_BTS)
 
         def one_earlier(number: int, output_BTD: Array) -> Array:
             return jnp.concatenate([before_BGD[:, number, None], output_BTD[:, :-1]], axis=1)
@@ -128,8 +128,8 @@ class MTPNetwork(nn.Module):
         at_T = jnp.arange(embedded_BTD.shape[1])
 
         def attention(number: int, queries, keys, values) -> Array:
-            pair = (x.astype(self.dtype).swapaxes(1, 2) for x in (keys, values))
-            return attend_causal(queries, *pair, starts_BT)
+            keys, values = (x.astype(self.dtype).swapaxes(1, 2) for x in (keys, values))
+            return attend_causal(queries, keys, values, starts_BT)
 
         def one_earlier(number: int, output_BTD: Array) -> Array:
             return jnp.where((at_T > starts_BT)[..., None], jnp.roll(output_BTD, 1, axis=1), 0.0)
