@@ -94,6 +94,12 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def mesh_of(arrays: Any) -> Mesh | None:
+    """The mesh on which a tree of arrays lies; None on a single device."""
+    mesh = getattr(jax.tree.leaves(arrays)[0].sharding, "mesh", None)
+    return mesh if isinstance(mesh, Mesh) else None
+
+
 def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
     """Inside, while a program is traced, `by_device` and `divided_over` speak of this mesh."""
     if mesh is None or mesh.size == 1:

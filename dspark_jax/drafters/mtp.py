@@ -131,8 +131,8 @@ class MTPNetwork(nn.Module):
         at_T = jnp.arange(embedded_BTD.shape[1])
 
         def attention(number: int, queries, keys, values) -> Array:
-            pair = (x.astype(self.dtype).swapaxes(1, 2) for x in (keys, values))
-            return attend_causal(queries, *pair, starts_BT)
+            keys, values = (x.astype(self.dtype).swapaxes(1, 2) for x in (keys, values))
+            return attend_causal(queries, keys, values, starts_BT)
 
         def one_earlier(number: int, output_BTD: Array) -> Array:
             return jnp.where((at_T > starts_BT)[..., None], jnp.roll(output_BTD, 1, axis=1), 0.0)

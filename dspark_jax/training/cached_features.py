@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from dspark_jax.checkpoints.targets import LoadedTarget
 from dspark_jax.core.distributed import place
 from dspark_jax.core.errors import InputError
-from dspark_jax.core.sharding import replicated
+from dspark_jax.core.sharding import on_mesh, replicated
 from dspark_jax.data.deepspec_cache import DeepSpecCache
 from dspark_jax.targets.decoder import Decoder
 
@@ -29,13 +29,13 @@ def check_cache(cache: DeepSpecCache, target: LoadedTarget, mesh: Mesh) -> None:
     """
     record = cache[0]
     tokens_1T = record.example.tokens_np[None, :TOKENS]
-    run = jax.jit(
-        lambda params, tokens_1T: Decoder(target.config).apply(
-            {"params": params}, tokens_1T, taps=cache.taps
-        ),
-        out_shardings=replicated(mesh),
-    )
-    output: Any = run(target.params, place(tokens_1T, replicated(mesh)))
+
+    def run(params, tokens_1T) -> Any:
+        with on_mesh(mesh):
+            return Decoder(target.config).apply({"params": params}, tokens_1T, taps=cache.taps)
+
+    program = jax.jit(run, out_shardings=replicated(mesh))
+    output = program(target.params, place(tokens_1T, replicated(mesh)))
     stored = dict(
         zip((f"layer {tap}" for tap in cache.taps), np.moveaxis(record.features_TCD_np, 1, 0), strict=True)
     )

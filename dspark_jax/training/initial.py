@@ -17,11 +17,11 @@ from jax.sharding import Mesh
 
 from dspark_jax.checkpoints.targets import LoadedTarget
 from dspark_jax.core.distributed import gather, place, run_together
-from dspark_jax.core.sharding import replicated
+from dspark_jax.core.sharding import on_mesh, replicated
 from dspark_jax.drafters.config import DSparkConfig
 from dspark_jax.drafters.contract import Drafter, Params, SharedWeights
 from dspark_jax.training.config import TrainConfig
-from dspark_jax.training.features import target_features
+from dspark_jax.training.features import UnnormalisedFeatures, hidden_features
 from dspark_jax.training.state import TrainBatch, TrainState
 from dspark_jax.training.warm_start import RegressionSample, warm_start
 
@@ -33,14 +33,7 @@ def feature_scale(target: LoadedTarget, drafter: Drafter, batch: TrainBatch, mes
     """1 / rms of every feature [C D] over the supervised tokens of the first sequences of a whole batch."""
 
     def square_sums(params: Params, batch: TrainBatch) -> Array:
-        features = batch.target or target_features(
-            params,
-            batch.tokens_BT,
-            batch.starts_BT,
-            config=target.config,
-            taps=drafter.config.taps,
-            dtype=drafter.dtype,
-        )
+        features = batch.target or _run(mesh, target, drafter, params, batch)
         supervised = jnp.where(batch.loss_mask_BT[..., None, None], features.features_BTCD, 0.0)
         return jnp.square(supervised.astype(jnp.float32)).sum((0, 1)).ravel()
 
@@ -53,6 +46,21 @@ def feature_scale(target: LoadedTarget, drafter: Drafter, batch: TrainBatch, mes
     program = jax.jit(mean_squares, out_shardings=replicated(mesh))
     found = run_together(program, target.params, rows)
     return (1.0 / np.maximum(np.sqrt(jax.device_get(found)), 1e-3)).astype(np.float32)
+
+
+def _run(
+    mesh: Mesh, target: LoadedTarget, drafter: Drafter, params: Params, batch: TrainBatch
+) -> UnnormalisedFeatures:
+    """What the target computes on a batch; its kernels must know the mesh."""
+    with on_mesh(mesh):
+        return hidden_features(
+            params,
+            batch.tokens_BT,
+            batch.starts_BT,
+            config=target.config,
+            taps=drafter.config.taps,
+            dtype=drafter.dtype,
+        )
 
 
 def unit_scale(drafter: Drafter) -> np.ndarray:
@@ -81,15 +89,14 @@ def regression_params(
       mesh: where the target lies.
     """
     assert isinstance(drafter.config, DSparkConfig), "no other recipe has a warm start"
-    settings = {"config": target.config, "taps": drafter.config.taps, "dtype": drafter.dtype}
-    forward = jax.jit(functools.partial(target_features, **settings))
+    forward = jax.jit(functools.partial(_run, mesh, target, drafter))
     parts: list[RegressionSample] = []
     for _ in range(-(-config.drafter.warm_start_sequences // config.data.batch_size)):
         batch = next(batches)
         features = batch.target
         if features is None:
-            tokens = jax.tree.map(lambda x: place(x, replicated(mesh)), (batch.tokens_BT, batch.starts_BT))
-            features = gather(forward(target.params, *tokens), mesh)
+            whole = jax.tree.map(lambda x: place(x, replicated(mesh)), batch)
+            features = gather(forward(target.params, whole), mesh)
         parts.append(
             RegressionSample.from_batch(
                 batch.tokens_BT, batch.loss_mask_BT, features.features_BTCD, features.hidden_BTD

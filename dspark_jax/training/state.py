@@ -66,7 +66,7 @@ class TrainBatch:
         elif "features_BTCD" in batch:
             target = UnnormalisedFeatures(batch["features_BTCD"], batch["hidden_BTD"])
         names = ("tokens_BT", "loss_mask_BT", "anchors_BA", "keep_BA")
-        return cls(*(batch[name] for name in names), target, batch.get("starts_BT"))
+        return cls(**{name: batch[name] for name in names}, target=target, starts_BT=batch.get("starts_BT"))
 
 
 @flax.struct.dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -104,7 +105,7 @@ def gradient_sums(
     context, pull_back = jax.vjp(lambda params: _context(params, batch, target, shared, drafter), params)
 
     def of_blocks(anchors: tuple[Array, Array]):
-        part = batch.replace(anchors_BA=anchors[0], keep_BA=anchors[1])
+        part = dataclasses.replace(batch, anchors_BA=anchors[0], keep_BA=anchors[1])
         function = functools.partial(_block_sums, drafter=drafter, config=config, normalise=normalise)
         (_, sums), gradients = jax.value_and_grad(function, argnums=(0, 1), has_aux=True)(
             params, context, part, target, shared
@@ -125,7 +126,7 @@ def gradient_sums(
     (through_context,) = pull_back(cotangents)
     B, T = batch.tokens_BT.shape
     denominator = config.normaliser.denominator(sums.weight, jnp.full((), float(B * T)))
-    sums = sums.replace(denominator=denominator, sequences=jnp.full((), float(B)))
+    sums = dataclasses.replace(sums, denominator=denominator, sequences=jnp.full((), float(B)))
     return jax.tree.map(jnp.add, gradients, through_context), sums
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dspark_jax.core.program_costs import collectives, device_bytes, matmul_cost
-from dspark_jax.core.sharding import make_mesh
+from dspark_jax.core.program_costs import collectives, device_bytes, largest_array_bytes, matmul_cost
+from dspark_jax.core.sharding import by_device, make_mesh, on_mesh
+from dspark_jax.nn import context_kernel
 
 X, W = jax.ShapeDtypeStruct((4, 8), jnp.float32), jax.ShapeDtypeStruct((8, 8), jnp.float32)
 ONE = 2 * 4 * 8 * 8
@@ -28,6 +31,28 @@ ONE = 2 * 4 * 8 * 8
 )
 def test_products_are_counted_as_often_as_they_run(function, products):
     assert matmul_cost(jax.make_jaxpr(function)(X, W)).flops == products * ONE
+
+
+def test_kernels_and_divided_functions_count_on_all_devices():
+    mesh = make_mesh(data=2, tensor=4)
+
+    def divided(x, w):
+        with on_mesh(mesh):
+            specs = PartitionSpec("data"), PartitionSpec(None, "tensor")
+            return by_device(jnp.matmul, specs, PartitionSpec("data", "tensor"))(x, w)
+
+    assert matmul_cost(jax.make_jaxpr(divided)(X, W)).flops == ONE
+    T, H = 32, 8
+    shapes = [(1, 1, 1, T, H), (1, 1, T, H), (1, 1, T, H)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    bounds = [jax.ShapeDtypeStruct((1, T), jnp.int32)] * 2
+    kernel = jax.make_jaxpr(functools.partial(context_kernel.forward, 16, 16))(*arrays, *bounds)
+    assert matmul_cost(kernel).flops == 2 * (2 * T * T * H)  # scores and values, nothing skipped
+
+
+def test_the_largest_array_that_a_program_makes():
+    compiled = jax.jit(lambda x, w: jnp.sin(x @ w).sum()).lower(X, W).compile()
+    assert largest_array_bytes(compiled) == 4 * 4 * 8  # not W, which is given
 
 
 def test_traffic_by_hand():
