@@ -117,12 +117,14 @@ class Engine:
           prompt_buckets: prompt shapes to compile, in tokens; all declared ones by default.
           draws: what the requests of some round will ask for at most.
         """
+        draws = tuple(draws)
         for draw in draws:
             self._round_program(draw)
         self._release_program()
         for bucket in self.config.prefill_buckets if prompt_buckets is None else prompt_buckets:
             request = Request(id="warm-up", prompt_tokens=[0] * bucket, max_new_tokens=1)
-            self._prefill_program(Draw.MASKED, self._prefill_args(0, request))
+            for draw in draws:
+                self._prefill_program(draw, self._prefill_args(0, request))
 
     def _round_program(self, draw: Draw) -> Program:
         function = functools.partial(plain_round, models=self.models, draw=draw)
