@@ -292,20 +292,21 @@ def _check_policy(policy: VerifyPolicy, drafter: Drafter | None) -> None:
         )
 
 
-def _sampling_row(request: Request) -> Any:
-    """`SamplingParams` of one row, on the host: the program takes them along, no dispatch of their own."""
+def _sampling_row(request: Request) -> SamplingParams:
+    """One row, on the host: the program takes it along without a dispatch of its own."""
     options = request.sampling
     stop_ids_np = np.full((1, MAX_STOP_IDS), -1, np.int32)
     if request.min_new_tokens:
         stop_ids_np[0, : len(request.stop_ids)] = sorted(request.stop_ids)
-    return SamplingParams(
-        temperature_B=np.array([options.temperature], np.float32),
-        top_k_B=np.array([options.top_k], np.int32),
-        top_p_B=np.array([options.top_p], np.float32),
-        min_p_B=np.array([options.min_p], np.float32),
-        stop_ids_BJ=stop_ids_np,
-        stop_from_B=np.array([request.stop_from], np.int32),
-    )
+    row: dict[str, Any] = {
+        "temperature_B": np.array([options.temperature], np.float32),
+        "top_k_B": np.array([options.top_k], np.int32),
+        "top_p_B": np.array([options.top_p], np.float32),
+        "min_p_B": np.array([options.min_p], np.float32),
+        "stop_ids_BJ": stop_ids_np,
+        "stop_from_B": np.array([request.stop_from], np.int32),
+    }
+    return SamplingParams(**row)
 
 
 def _logprobs_of(request: Request, logprobs: TokenLogprobs | None, row: int) -> list[TokenLogprob]:
