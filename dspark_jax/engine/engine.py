@@ -128,7 +128,7 @@ class Engine:
           prompt_buckets: chunks of prompts to compile, in tokens; all declared ones by default.
           draws: what the requests of some round will ask for at most.
         """
-        G = self.models.block_len
+        draws, G = tuple(draws), self.models.block_len
         for requests in self.config.request_buckets:
             for draw in draws:
                 for rows in self._rows_in_use(requests):
@@ -138,7 +138,8 @@ class Engine:
             if G and self.config.decides_on_device:
                 self._programs.select(requests)
         for bucket in self.config.prefill_buckets if prompt_buckets is None else prompt_buckets:
-            self._programs.prefill(bucket)
+            for draw in draws:
+                self._programs.prefill(bucket, draw)
         if self.config.share_prefixes and prompt_buckets is None:
             self._programs.copy_page()
         if isinstance(self.config.policy, Lagged | Algorithm1):

@@ -132,7 +132,7 @@ class Report:
         ):
             p50, p99 = latencies.quantile_s(0.5), latencies.quantile_s(0.99)
             if p50 is not None and p99 is not None:
-                facts[name] = f"{1000 * p50:.1f} ms, p99 {1000 * p99:.1f} ms"
+                facts[name] = f"p50 {1000 * p50:.1f} ms, p99 {1000 * p99:.1f} ms"
         facts |= {
             name.replace("_", " "): f"{self.counters[name]:g}"
             for name in ENGINE_COUNTERS

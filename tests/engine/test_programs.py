@@ -45,7 +45,9 @@ def test_after_the_warm_up_nothing_compiles(tiny, caplog, name, policy):
         Request(
             id=str(number),
             prompt_tokens=rng.integers(0, tiny.vocab_size, rng.integers(1, 40)).tolist(),
-            max_new_tokens=int(rng.integers(1, 24)),
+            max_new_tokens=int(rng.integers(4, 24)),
+            min_new_tokens=int(rng.choice([0, 3])),
+            logprobs=rng.choice([None, 2]),
             stop_ids=frozenset(rng.integers(0, tiny.vocab_size, 1).tolist()),
             sampling=SamplingOptions(
                 temperature=float(rng.choice([0, 0.7, 1])),

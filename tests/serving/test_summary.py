@@ -79,7 +79,7 @@ def test_the_report(summary):
         "tokens/s         30.0\n"
         "accepted length  2.00 in 5 rounds\n"
         "wasted           5 of 10 verified draft tokens\n"
-        "first token      250.0 ms, p99 250.0 ms\n"
+        "first token      p50 250.0 ms, p99 250.0 ms\n"
         "preemptions      4\n"
         "\n"
         "domain                requests  tokens  accepted length\n"
