@@ -129,17 +129,27 @@ def report(plan: StepPlan, run_config: TrainConfig, kind: DeviceKind, config: Pl
 
 def advice(plan: StepPlan, run_config: TrainConfig, devices: int) -> list[str]:
     """Flags that would help, where the plan shows that they would."""
-    hints = []
+    hints, mesh = [], run_config.mesh
     rows = run_config.data.batch_size // run_config.microbatches
-    if not plan.fits and rows > 1:
+    shares = mesh.data * mesh.fsdp if mesh.tensor == -1 else devices // mesh.tensor
+    if not plan.fits and rows > shares:
         hints.append(
-            f"hint: raise --microbatches above {run_config.microbatches}: {rows} sequences run at once"
+            f"hint: raise --microbatches to {run_config.microbatches * rows // shares}: then one sequence "
+            f"instead of {rows // shares} is at once in each of {shares} parts of the mesh"
+        )
+    elif not plan.fits:
+        hints.append(
+            "hint: one sequence at once is too much for a device: raise --mesh.tensor, which divides heads, "
+            "MLP and vocabulary (--mesh.fsdp divides sequences and parameters)"
         )
     if not plan.fits and plan.target_bytes > plan.parameter_bytes + plan.optimizer_bytes:
-        hints.append("hint: the target takes the most: raise --mesh.tensor or --mesh.fsdp to spread it")
-    if rows % devices and rows < devices:
         hints.append(
-            f"hint: {rows} sequences at once leave some of {devices} devices idle: lower --microbatches"
+            "hint: of what stays, the target takes the most: --feature-store leaves it out of the step"
+        )
+    if rows % shares:
+        hints.append(
+            f"hint: {rows} sequences at once do not fill the {shares} parts of the mesh that share it: "
+            "lower --microbatches"
         )
     return hints
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -17,8 +18,8 @@ from dspark_jax.core.sharding import make_mesh
 from dspark_jax.data.pipeline import DataConfig
 from dspark_jax.drafters.config import Markov
 from dspark_jax.targets.families import decoder_config_from_hf
-from dspark_jax.training.config import LossConfig, TrainConfig
-from dspark_jax.training.plan import plan_step
+from dspark_jax.training.config import LossConfig, MeshConfig, TrainConfig
+from dspark_jax.training.plan import StepPlan, plan_step
 from dspark_jax.training.recipes import DSparkRecipe
 
 TARGET = {
@@ -100,3 +101,26 @@ def test_unknown_devices_are_refused(tmp_path):
         command._device_kind("h100:8")
     assert {"v5e", "v5p", "v6e", "tpu7x"} <= TPU_KINDS.keys()
     assert jnp.dtype(CONFIG.dtype) == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "tensor", "fits", "hint"),
+    [
+        (64, 1, False, "raise --microbatches to 128: .* instead of 2 .* 4 parts"),
+        (128, 1, False, "raise --mesh.tensor"),
+        (256, 1, True, "2 sequences at once do not fill the 4 parts"),
+        (256, 2, True, None),
+    ],
+)
+def test_hints_follow_from_the_mesh(microbatches, tensor, fits, hint):
+    config = dataclasses.replace(
+        CONFIG,
+        data=dataclasses.replace(CONFIG.data, batch_size=512),
+        microbatches=microbatches,
+        mesh=MeshConfig(data=1, fsdp=-1, tensor=tensor),
+    )
+    numbers = {field.name: 0 for field in dataclasses.fields(StepPlan)}
+    plan = StepPlan(**numbers | {"fits": fits, "refusal": "", "collectives": {}})
+    hints = command.advice(plan, config, 4)
+    assert len(hints) == (hint is not None)
+    assert hint is None or re.search(hint, hints[0])
