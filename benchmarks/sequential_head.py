@@ -2,8 +2,8 @@
 
     python benchmarks/sequential_head.py --slots 1 32 --json sequential_head.json
 
-Both engines verify whole blocks of greedy requests, so that their rounds differ in the sequential head and
-the confidence head and in nothing else. They take turns round by round; the overhead is the median over pairs.
+Both engines verify whole blocks of greedy requests, so that their rounds differ in the sequential head
+and the confidence head alone. They take turns round by round; the overhead is the median over pairs.
 """
 
 from __future__ import annotations
