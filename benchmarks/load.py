@@ -95,6 +95,8 @@ class Contest:
         if config.calibration:
             temperatures = json.loads(config.calibration.read_text())["temperatures"]
             self.engines[LAGGED].calibrate(temperatures)
+        # Not what some other hour has left on the disk.
+        self.engines[LAGGED].cost_table(afresh=True)
         self.engines[LAGGED].warm_up((), draws=[Draw.GREEDY])
         for engine in self.engines.values():
             engine.free_memory()
@@ -264,9 +266,12 @@ def draw(rows: list[dict], path: Path) -> None:
         speed.set_xlabel("tokens/s of each request")
         speed.set_ylabel("tokens/s of all requests")
         speed.set_xscale("log")
+        speed.xaxis.set_major_formatter("{x:g}")
         speed.set_title("Speed under load")
         speed.legend(frameon=False, fontsize=8)
         budget.set_xscale("log", base=2)
+        budget.set_xticks(ticks := sorted({row["concurrency"] for row in rows}), map(str, ticks))
+        budget.minorticks_off()
         budget.set_xlabel("concurrent requests")
         budget.set_ylabel("verified draft tokens per request and round")
         budget.set_title("What the schedulers verify")
