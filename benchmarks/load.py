@@ -35,7 +35,7 @@ from dspark_jax.evaluation.plotting import COLOURS, light_grid, png
 from dspark_jax.evaluation.prompts import choose_prompts, read_evaluation_prompts
 from dspark_jax.evaluation.provenance import plain_settings, provenance
 from dspark_jax.speculation.sampling import Draw
-from dspark_jax.speculation.schedule import Lagged
+from dspark_jax.speculation.schedule import Lagged, Scheduler
 from dspark_jax.speculation.verify_length import ConfidenceThreshold, FixedLength
 
 PLAIN, LAGGED, TRANSFORMERS = "plain", "lagged", "transformers"
@@ -87,21 +87,16 @@ class Contest:
             "max_context": config.max_prompt_tokens + config.max_new_tokens,
             "share_prefixes": False,
         }
-        G = draft.drafter.config.block_len
-        lengths = range(1, G + 1) if config.lengths is None else config.lengths
-        policies = {
-            **{f"fixed {length}": FixedLength(length=length) for length in lengths},
-            "threshold": ConfidenceThreshold(threshold=config.threshold),
-            LAGGED: Lagged(),
-        }
         self.engines = {PLAIN: make_engine(target, None, EngineConfig(**shapes))}
         self.engines |= {
             name: make_engine(target, draft, EngineConfig(**shapes, policy=policy))
-            for name, policy in policies.items()
+            for name, policy in policies_of(config, draft).items()
         }
         if config.calibration:
             temperatures = json.loads(config.calibration.read_text())["temperatures"]
             self.engines[LAGGED].calibrate(temperatures)
+        # Not what some other hour has left on the disk.
+        self.engines[LAGGED].cost_table(afresh=True)
         self.engines[LAGGED].warm_up((), draws=[Draw.GREEDY])
         for engine in self.engines.values():
             engine.free_memory()
@@ -140,6 +135,17 @@ class Contest:
             "accepted_length": 1 + statistics.fmean(rounds) if rounds else None,
             "budget": sum(b * n for b, n in budgets.items()) / max(budgets.total(), 1),
         }
+
+
+def policies_of(config: Load, draft: LoadedDrafter) -> dict[str, Scheduler]:
+    """Every scheduler but plain decoding."""
+    G = draft.drafter.config.block_len
+    lengths = range(1, G + 1) if config.lengths is None else config.lengths
+    return {
+        **{f"fixed {length}": FixedLength(length=length) for length in lengths},
+        "threshold": ConfidenceThreshold(threshold=config.threshold),
+        LAGGED: Lagged(),
+    }
 
 
 def requests_of(prompts: Sequence[list[int]], start: int, count: int, config: Load, target) -> list[Request]:
@@ -183,15 +189,18 @@ def turns_of(config: Load, target, draft, prompts, done: list[dict]) -> Iterator
     """Every turn that is not done yet."""
     counted = collections.Counter((turn["scheduler"], turn["concurrency"]) for turn in done)
     for concurrency in config.concurrency:
-        contest = Contest(config, target, draft, concurrency)
+        names = sorted([PLAIN, *policies_of(config, draft)])
         count = max(concurrency * config.requests_per_turn, config.smallest_turn)
         turns = [
             (repetition, name)
             for repetition in range(config.repetitions)
-            for name in random.Random(repetition).sample(sorted(contest.engines), len(contest.engines))
+            for name in random.Random(repetition).sample(names, len(names))
             if counted[name, concurrency] <= repetition
         ]
-        for name in contest.engines if turns else ():  # compiles, and is not counted
+        if not turns:
+            continue
+        contest = Contest(config, target, draft, concurrency)
+        for name in names:  # compiles, and is not counted
             contest.turn(name, requests_of(prompts, 0, concurrency + 1, config, target))
         for repetition, name in tqdm(turns, desc=f"concurrency {concurrency}", unit="turn"):
             requests = requests_of(prompts, repetition * count, count, config, target)
@@ -257,9 +266,12 @@ def draw(rows: list[dict], path: Path) -> None:
         speed.set_xlabel("tokens/s of each request")
         speed.set_ylabel("tokens/s of all requests")
         speed.set_xscale("log")
+        speed.xaxis.set_major_formatter("{x:g}")
         speed.set_title("Speed under load")
         speed.legend(frameon=False, fontsize=8)
         budget.set_xscale("log", base=2)
+        budget.set_xticks(ticks := sorted({row["concurrency"] for row in rows}), map(str, ticks))
+        budget.minorticks_off()
         budget.set_xlabel("concurrent requests")
         budget.set_ylabel("verified draft tokens per request and round")
         budget.set_title("What the schedulers verify")

@@ -112,9 +112,11 @@ class Engine:
         """What is compiled."""
         return self._programs
 
-    def cost_table(self) -> CostTable:
-        """Measured times of this engine's programs; measured now if they never were."""
-        if self._table is None:
+    def cost_table(self, *, afresh: bool = False) -> CostTable:
+        """Measured times of this engine's programs; measured now if they never were, or `afresh`."""
+        if afresh:
+            self._table = measure_costs(self._programs)
+        elif self._table is None:
             log.warning("no cost table was given: a stored one is taken, or the programs are measured now")
             self._table = costs_of(self._programs, None, lambda: measure_costs(self._programs))
         return self._table

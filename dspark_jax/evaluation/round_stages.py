@@ -6,7 +6,6 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +41,8 @@ class RoundStages:
         plain_models = programs.Models(target=target, drafter=None, dtype=config.dtype)
         self._plain = Programs(plain_models, config, weights)
         G = models.block_len
-        table_np = np.arange(config.pages_per_slot(G))[None].astype(np.int32)
-        places: Any
-        self._places = places = (np.zeros(1, np.int32), table_np)
+        pages_1N = jnp.arange(config.pages_per_slot(G))[None]
+        self._places = places = (jnp.zeros(1, jnp.int32), pages_1N)
         shapes = {"block_len": G, "num_rows": 1 + G, "longest": G}
 
         # Caches are arguments of their own, donated where a stage writes them, as the round does.
