@@ -59,6 +59,8 @@ def run(config: Compare) -> None:
     for name in names:
         print(f"\n{name}", flush=True)
         drafter = train(training[name])
+        if drafter is None:
+            return  # SIGTERM; the run is saved, and the same command goes on from it
         result = evaluate(_evaluation(config, training[name], name, drafter))
         rows.append(_row(name, training[name], result, rows))
         print(comparison_table(rows), flush=True)
