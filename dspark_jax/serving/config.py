@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from dspark_jax.core.errors import InputError, require
+from dspark_jax.core.errors import require
 from dspark_jax.engine.load import SHIPPED
 from dspark_jax.engine.requests import SamplingOptions
 from dspark_jax.serving.options import AnswerOptions
-from dspark_jax.speculation.verify_length import ConfidenceThreshold, FixedLength, FullBlock, VerifyPolicy
+from dspark_jax.speculation.schedule import Algorithm1, Lagged, Scheduler
+from dspark_jax.speculation.verify_length import ConfidenceThreshold, FixedLength, FullBlock
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,9 @@ class ServeConfig:
     """Verify this many drafted tokens in every round; by default the full block."""
     confidence_threshold: float | None = None
     """Verify up to the first drafted token with a confidence below this."""
+    scheduler: Literal["algorithm1", "lagged"] | None = None
+    """Let a scheduler choose how much is verified in every round, by measured costs: "lagged" from the
+    confidence of earlier rounds, "algorithm1" from the present one's. The first run on a machine measures."""
     order: Literal["input", "completion"] = "input"
     """Order of the answers in OUTPUT."""
     longest_first: bool = False
@@ -83,12 +87,14 @@ class ServeConfig:
     """Try whether the drafter fits the target, and stop if it does not."""
 
     def __post_init__(self):
-        if self.verify_tokens is not None and self.confidence_threshold is not None:
-            raise InputError(
-                given="both verify_tokens and confidence_threshold",
-                expected="at most one rule for how much is verified",
-                fix="leave one of them out",
-            )
+        rules = ("verify_tokens", "confidence_threshold", "scheduler")
+        given = [name for name in rules if getattr(self, name) is not None]
+        require(
+            len(given) <= 1,
+            given=" and ".join(given),
+            expected="at most one rule for how much is verified",
+            fix="leave the others out",
+        )
         require(
             self.max_new_tokens >= 1,
             given=f"max_new_tokens={self.max_new_tokens}",
@@ -119,8 +125,10 @@ class ServeConfig:
         return part, parts
 
     @property
-    def policy(self) -> VerifyPolicy:
-        """How many drafted tokens of a block are verified."""
+    def policy(self) -> Scheduler:
+        """Who decides how many drafted tokens of a block are verified."""
+        if self.scheduler is not None:
+            return {"algorithm1": Algorithm1(), "lagged": Lagged()}[self.scheduler]
         if self.verify_tokens is not None:
             return FixedLength(length=self.verify_tokens)
         if self.confidence_threshold is not None:

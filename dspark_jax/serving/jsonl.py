@@ -169,7 +169,7 @@ def _answer(
 def _identity(config: ServeConfig, source: Input, loaded: LoadedEngine) -> dict[str, Any]:
     """Everything that the answers depend on: two jobs that differ in any of it must not share an output."""
     options = dataclasses.asdict(config.options(loaded.target.generation))
-    names = "max_context verify_tokens confidence_threshold dtype shard longest_first".split()
+    names = "max_context verify_tokens confidence_threshold scheduler dtype shard longest_first".split()
     return {
         "input_sha256": source.sha256,
         "input_bytes": source.size_bytes,

@@ -192,7 +192,7 @@ class TestConfig:
         assert policy() == FullBlock()
         assert policy(verify_tokens=0) == FixedLength(length=0)
         assert policy(confidence_threshold=0.3) == ConfidenceThreshold(threshold=0.3)
-        with pytest.raises(InputError, match="both verify_tokens and confidence_threshold"):
+        with pytest.raises(InputError, match="verify_tokens and confidence_threshold"):
             policy(verify_tokens=2, confidence_threshold=0.3)
 
     @pytest.mark.parametrize(
