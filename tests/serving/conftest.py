@@ -106,6 +106,7 @@ class FakeEngine:
 
     def submit(self, request: Request) -> None:
         assert len(self._requests) < self.config.slots
+        request.move_to(Status.PREFILLING)
         request.move_to(Status.DECODING)
         self._requests.append(request)
 
