@@ -388,7 +388,7 @@ class Engine:
         plain = rows == R
         arguments = (slots_np, self._tables(seats, R), lengths_R, survival_RG)
         verify = self._programs.verify(R, rows, draw)
-        self._state, result = verify(self._state, None if plain else self._drafts, *arguments)
+        self._state, result = verify(self._state, self._drafts, *arguments)
         self.budgets[budget] += 1
         longest = 0 if plain else self.config.longest(G)
         for seat in seats:
