@@ -130,6 +130,7 @@ class Engine:
           prompt_buckets: chunks of prompts to compile, in tokens; all declared ones by default.
           draws: what the requests of some round will ask for at most.
         """
+        self._allocate()
         G = self.models.block_len
         for requests in self.config.request_buckets:
             for draw in draws:
