@@ -121,6 +121,7 @@ def test_nothing_to_summarise_is_refused():
 def finished(rounds: list[list[int]], accepted: list[int], *, max_new_tokens: int = 100) -> Request:
     """A request that emitted 5, then the committed tokens of `rounds`; 9 is the stop token."""
     request = Request(id="r", prompt_tokens=[1], max_new_tokens=max_new_tokens, stop_ids=frozenset({9}))
+    request.move_to(Status.PREFILLING)
     request.move_to(Status.DECODING)
     request.emit([5])
     for tokens, count in zip(rounds, accepted, strict=True):
@@ -156,6 +157,7 @@ def test_the_token_limit_shortens_no_round():
 
 def test_an_answer_of_one_token_has_no_rounds():
     request = Request(id="r", prompt_tokens=[1], max_new_tokens=5, stop_ids=frozenset({9}))
+    request.move_to(Status.PREFILLING)
     request.move_to(Status.DECODING)
     request.emit([9])
 
