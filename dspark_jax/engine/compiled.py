@@ -118,7 +118,7 @@ class Programs:
         arguments = (
             self._weights,
             self._state,
-            None if plain else self._drafts,
+            self._drafts,
             *self._places(requests),
             np.zeros(requests, np.int32),
             np.zeros((requests, G), np.float32),

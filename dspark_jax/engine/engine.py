@@ -130,6 +130,7 @@ class Engine:
           prompt_buckets: chunks of prompts to compile, in tokens; all declared ones by default.
           draws: what the requests of some round will ask for at most.
         """
+        self._allocate()
         draws, G = tuple(draws), self.models.block_len
         for requests in self.config.request_buckets:
             for draw in draws:
@@ -388,7 +389,7 @@ class Engine:
         plain = rows == R
         arguments = (slots_np, self._tables(seats, R), lengths_R, survival_RG)
         verify = self._programs.verify(R, rows, draw)
-        self._state, result = verify(self._state, None if plain else self._drafts, *arguments)
+        self._state, result = verify(self._state, self._drafts, *arguments)
         self.budgets[budget] += 1
         longest = 0 if plain else self.config.longest(G)
         for seat in seats:

@@ -273,7 +273,7 @@ def verify_round(
     Args:
       weights: parameters.
       state: pages and slots; donated.
-      drafts: latest blocks; None to decode plainly.
+      drafts: latest blocks; None without a drafter.
       slots_R: the requests of the step, those of padding last.
       table_RN: their pages.
       lengths_R: drafted tokens to verify.

@@ -67,7 +67,7 @@ def test_after_the_warm_up_nothing_compiles(tiny, caplog, name, policy):
                 engine.cancel(late)
 
     assert later == []
-    assert engine.counters["shared_tokens"] == 0 and engine.pages.num_held == 0
+    assert engine.pages.num_held == 0
     assert engine.compile_s == compile_s > 0
 
 

@@ -94,6 +94,8 @@ def test_seeds_belong_to_requests(tiny):
     apart, together = tiny.engine("rnn", policy), tiny.engine("rnn", policy, slots=5)
 
     assert tiny.answers(apart, requests()) == tiny.answers(together, requests()[::-1])
+    # A round in which nothing of a block is worth verifying says nothing against the next block.
+    assert apart.counters["unusable_drafts"] == 0 < apart.budgets[0]
 
 
 class TestFaults:
