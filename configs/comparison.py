@@ -62,7 +62,8 @@ def get_config(target: str, row: str = "dspark-markov") -> TrainConfig:
         changes = {**changes, "warm_start_sequences": WARM_START_SEQUENCES}
     return dataclasses.replace(
         run,
-        run_dir=Path(f"runs/compare/{row}"),
+        run_name=row,
+        runs=Path("runs/compare"),
         drafter=dataclasses.replace(run.drafter, **changes),
         data=dataclasses.replace(
             run.data, batch_size=BATCH_SIZE, num_anchors=NUM_ANCHORS, balance_domains=True

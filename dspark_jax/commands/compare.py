@@ -90,7 +90,8 @@ def _names(config: Compare, recipes: dict[str, Any]) -> list[str]:
 def _training(config: Compare, recipe: TrainConfig, name: str) -> TrainConfig:
     return dataclasses.replace(
         recipe,
-        run_dir=config.runs / name,
+        run_name=name,
+        runs=config.runs,
         responses=config.responses or recipe.responses,
         feature_store=config.feature_store,
         steps=config.steps or recipe.steps,

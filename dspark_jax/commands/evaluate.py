@@ -123,7 +123,7 @@ def _result(
     temperature: float, repeats: int, seed: int, measured: Measurement, acceptance: Acceptance
 ) -> dict[str, Any]:
     sampler = dataclasses.asdict(SamplingOptions(temperature=temperature))
-    del sampler["seed"]
+    del sampler["seed"], sampler["sample"]
     whole = acceptance.whole.as_json()
     del whole["per_prompt"]  # the domains have it
     return {

@@ -70,7 +70,9 @@ def test_all_rows_share_their_budget(recipes):
     for field in ("target", "responses", "data", "steps", "optimizer", "seed", "dtype"):
         assert len({json.dumps(config[field]) for config in configs.values()}) == 1, field
     assert len({tuple(config["drafter"]["taps"]) for config in configs.values()}) == 1
-    assert {config["run_dir"] for config in configs.values()} == {f"runs/compare/{n}" for n in configs}
+    assert all(
+        (config["runs"], config["run_name"]) == ("runs/compare", name) for name, config in configs.items()
+    )
 
 
 def test_rows_differ_in_what_they_are_named_for(recipes):
