@@ -141,7 +141,7 @@ def fake_engine(monkeypatch) -> FakeEngine:
     """In the place of the engine of the next jobs; `config.slots` is its own."""
     engine = FakeEngine()
 
-    def load_engine(*, target: str, drafter: str, config: EngineConfig, check: bool = True) -> LoadedEngine:
+    def load_engine(*, target: str, drafter: str, **_) -> LoadedEngine:
         tiny = types.SimpleNamespace(tokenizer=TOKENIZER, identity=target, eos_ids=(2,), generation={})
         chat = ChatTemplate(tokenizer=TOKENIZER)
         return LoadedEngine(engine=engine, target=tiny, chat=chat, drafter_identity=drafter)

@@ -72,8 +72,7 @@ def _drafter_shapes(target):
 
 def test_what_does_not_fit_is_said(tpu_devices):
     mesh = make_mesh(data=-1, devices=tpu_devices("v5e:2x2"))
-    big = dataclasses.replace(CONFIG, data=DataConfig(batch_size=4096, max_length=1024, num_anchors=8))
-    plan = plan_step(big, decoder_config_from_hf(TARGET), mesh)
+    plan = plan_step(CONFIG, decoder_config_from_hf(TARGET | {"intermediate_size": 1 << 23}), mesh)
     assert not plan.fits and plan.total_bytes is None and "hbm" in plan.refusal.lower()
 
 
