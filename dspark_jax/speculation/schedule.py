@@ -89,17 +89,16 @@ class Decision:
     """What the search expects of it."""
 
 
-def choose(survival_np: np.ndarray, table: CostTable, context: int, *, must_draft: bool = False) -> Decision:
+def choose(survival_np: np.ndarray, table: CostTable, context: int) -> Decision:
     """The best round for these survivals: who drafts, and the budget; a global search over priced shapes.
 
     Tokens are worth having wherever the padded shape has room for them, so only full buckets are candidates.
     For every declared number of drafting requests those with the largest expected gain draft.
 
     Args:
-      survival_np: float [R, G], of EARLIER rounds; 1 for requests without a history.
+      survival_np: float [R, G], of EARLIER rounds.
       table: measured times.
       context: longest context of the step, in tokens.
-      must_draft: leave out the choice not to draft, as a probe does.
     """
     R, G = survival_np.shape
     by_gain = np.argsort(-survival_np.sum(1), kind="stable")
@@ -111,8 +110,6 @@ def choose(survival_np: np.ndarray, table: CostTable, context: int, *, must_draf
     rows_np, verify_ms_np = table.verify_curve(R, context)
     # Not to draft is a candidate like the others: nobody drafts, nothing is verified.
     best = Decision(drafted_np=np.zeros(R, bool), budget=0, tokens_per_ms=R / float(verify_ms_np[0]))
-    if must_draft:
-        best = dataclasses.replace(best, tokens_per_ms=-np.inf)
     for bucket in table.request_buckets:
         drafting = min(bucket, R)
         kept_np = sorted_np if drafting == R else sorted_np[owner_rank_np < drafting]
@@ -140,7 +137,8 @@ class Lagged:
     freshness: float = 0.25
     """Weight of a new survival in a request's running mean, in (0, 1]."""
     probe_every: int = 16
-    """Rounds without drafting after which a request drafts again, to find its way back."""
+    """Rounds without drafting after which a request drafts again, to find its way back; twice as many after
+    every probe in vain, up to MOST_PATIENCE times as many."""
 
     def __post_init__(self):
         if self.lag < 1 or not 0 < self.freshness <= 1 or self.probe_every < 1:
@@ -155,6 +153,8 @@ class Lagged:
 class Algorithm1:
     """DSpark's Algorithm 1: synchronous, the host waits for the drafts of the round that it plans."""
 
+
+MOST_PATIENCE = 8
 
 Scheduler = VerifyPolicy | Algorithm1 | Lagged
 """Who decides how much is verified. Fixed lengths and thresholds are schedulers that ask for no prices."""
@@ -171,31 +171,46 @@ class ScheduleMemory:
 
     def __init__(self, config: Lagged, *, slots: int, block_len: int):
         self._config = config
+        self._usual_np: np.ndarray | None = None
         self._visible_np = np.ones((slots, block_len))
         self._has_history_np = np.zeros(slots, bool)
         self._undrafted_np = np.zeros(slots, np.int64)
+        self._patience_np = np.full(slots, config.probe_every)
         self._waiting: collections.deque[tuple[np.ndarray, np.ndarray]] = collections.deque()
 
     def forget(self, slot: int) -> None:
-        """A new request has moved in: it counts as survival 1 until it has a history of its own."""
-        self._visible_np[slot], self._has_history_np[slot], self._undrafted_np[slot] = 1.0, False, 0
+        """A new request has moved in: until it has a history of its own it counts as what is usual.
+
+        As survival 1 where nothing is known yet. Under load somebody is always new, and certainty about all
+        of them would cost more than not to speculate at all.
+        """
+        self._visible_np[slot] = 1.0 if self._usual_np is None else self._usual_np
+        self._has_history_np[slot], self._undrafted_np[slot] = False, 0
+        self._patience_np[slot] = self._config.probe_every
         for drafted_np, _ in self._waiting:
             drafted_np[slot] = False
 
     def note(self, drafted_np: np.ndarray, survival_np: np.ndarray) -> None:
         """Takes in a round: who drafted, bool [slots], and the predicted survivals, [slots, G]."""
-        self._undrafted_np = np.where(drafted_np, 0, self._undrafted_np + 1)
         self._waiting.append((drafted_np.copy(), survival_np))
         # A round noted now may be used by the round after next at the earliest when lag is 2.
         while len(self._waiting) >= self._config.lag:
             seen_np, values_np = self._waiting.popleft()
+            if not seen_np.any():
+                continue
             weight_np = np.where(self._has_history_np, self._config.freshness, 1.0)[:, None]
             mean_np = self._visible_np + weight_np * (values_np - self._visible_np)
             self._visible_np = np.where(seen_np[:, None], mean_np, self._visible_np)
             self._has_history_np |= seen_np
+            latest_np = values_np[seen_np].mean(0)
+            usual_np = latest_np if self._usual_np is None else self._usual_np
+            self._usual_np = usual_np + self._config.freshness * (latest_np - usual_np)
 
     def decide(self, active_np: np.ndarray, table: CostTable, context: int) -> Decision:
         """The next round; `drafted_np` is over all slots.
+
+        A probe drafts and lets the confidences speak; nothing more is verified for it. Who is half as
+        impatient joins in, since one draft for many is cheaper than many drafts.
 
         Args:
           active_np: bool [slots], those that hold a request.
@@ -204,10 +219,14 @@ class ScheduleMemory:
         """
         slots_np = np.flatnonzero(active_np)
         best = choose(self._visible_np[slots_np], table, context)
-        overdue_np = self._undrafted_np[slots_np] >= self._config.probe_every
-        if (overdue_np & ~best.drafted_np).any():
-            best = choose(self._visible_np[slots_np], table, context, must_draft=True)
-            best = dataclasses.replace(best, drafted_np=best.drafted_np | overdue_np)
         drafted_np = np.zeros(len(active_np), bool)
         drafted_np[slots_np] = best.drafted_np
+        self._patience_np[drafted_np] = self._config.probe_every
+        waits_np = active_np & ~drafted_np
+        if (waits_np & (self._undrafted_np >= self._patience_np)).any():
+            probes_np = waits_np & (2 * self._undrafted_np >= self._patience_np)
+            most = MOST_PATIENCE * self._config.probe_every
+            self._patience_np[probes_np] = np.minimum(2 * self._patience_np[probes_np], most)
+            drafted_np |= probes_np
+        self._undrafted_np = np.where(drafted_np, 0, self._undrafted_np + active_np)
         return dataclasses.replace(best, drafted_np=drafted_np)

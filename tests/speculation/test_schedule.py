@@ -217,7 +217,7 @@ def rounds_until_drafting(memory: ScheduleMemory, table: CostTable, limit: int) 
     return limit
 
 
-def test_survivals_are_used_two_rounds_later_and_new_requests_count_as_certain():
+def test_survivals_are_used_two_rounds_later_and_the_first_request_counts_as_certain():
     table = table_of([10.0, 16.0, 22.0, 28.0])
     memory = ScheduleMemory(Lagged(freshness=1.0, probe_every=5), slots=1, block_len=G)
     poor = np.full((1, G), 0.1)
@@ -229,8 +229,35 @@ def test_survivals_are_used_two_rounds_later_and_new_requests_count_as_certain()
     # Certain at first; the first poor round is visible to the third one.
     assert budgets == [3, 3, 0, 0]
     assert rounds_until_drafting(memory, table, 20) == 3  # the probe
-    memory.forget(0)
-    assert memory.decide(np.ones(1, bool), table, CONTEXT).budget == 3
+
+
+def test_a_later_request_counts_as_what_is_usual():
+    table = table_of([10.0, 16.0, 22.0, 28.0])
+    memory = ScheduleMemory(Lagged(), slots=1, block_len=G)
+    for survival, budget in ((0.1, 0), (0.9, 3)):
+        for _ in range(20):
+            memory.note(np.ones(1, bool), np.full((1, G), survival))
+        memory.forget(0)
+        assert memory.decide(np.ones(1, bool), table, CONTEXT).budget == budget
+
+
+def test_probes_verify_nothing_come_together_and_become_rare():
+    table = table_of([10.0] + [40.0] * 12, requests=(1, 2, 4), draft_ms=(1.0, 1.0, 1.0))
+    memory = ScheduleMemory(Lagged(probe_every=4), slots=4, block_len=G)
+    poor = np.full((4, G), 0.1)
+    for _ in range(3):
+        memory.note(np.ones(4, bool), poor)
+    active = np.array([True, True, True, False])
+    memory.forget(2)
+    probes = []
+    for number in range(80):
+        decision = memory.decide(active, table, CONTEXT)
+        assert decision.budget == 0
+        if decision.drafted_np.any():
+            assert decision.drafted_np.tolist() == active.tolist()
+            probes.append(number)
+        memory.note(decision.drafted_np, poor)
+    assert np.diff(probes).tolist() == [9, 17, 33]
 
 
 def test_a_late_round_does_not_reach_the_next_occupant():
