@@ -25,7 +25,7 @@ from dspark_jax.evaluation.diagnostics import halves
 from dspark_jax.evaluation.lag_study import bursty_arrivals_s, poisson_arrivals_s, replays, simulate
 from dspark_jax.evaluation.provenance import plain_settings, provenance
 from dspark_jax.evaluation.rounds_log import read_rounds
-from dspark_jax.speculation.calibration import fit_temperatures
+from dspark_jax.speculation.calibration import fit_scaling
 from dspark_jax.speculation.cost import CostTable
 
 ARRIVALS = {"steady": poisson_arrivals_s, "bursty": bursty_arrivals_s}
@@ -77,7 +77,7 @@ def main(config: Lag) -> None:
     # Temperatures from one half of the prompts, replays from the other.
     fit, replayed = halves(records)
     to_fit = full_block_rounds(fit)
-    recorded = replays(replayed, fit_temperatures(to_fit.logits_np, to_fit.survived_np))
+    recorded = replays(replayed, fit_scaling(to_fit.logits_np, to_fit.survived_np))
     table = read_costs(config.costs)
     rows = []
     cases = [(kind, rate, lag) for kind in ARRIVALS for rate in config.arrivals_per_s for lag in config.lags]

@@ -20,13 +20,14 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import jax
+import numpy as np
 import tyro
 from tqdm import tqdm
 
 from dspark_jax.checkpoints.drafter import LoadedDrafter, load_drafter
 from dspark_jax.checkpoints.targets import LoadedTarget, load_target
 from dspark_jax.core.files import atomic_write
+from dspark_jax.core.user_cache import keep_compiled_programs
 from dspark_jax.data.chat import ChatTemplate
 from dspark_jax.engine.engine import EngineConfig
 from dspark_jax.engine.load import SHIPPED, drafter_directory, make_engine
@@ -93,8 +94,8 @@ class Contest:
             for name, policy in policies_of(config, draft).items()
         }
         if config.calibration:
-            temperatures = json.loads(config.calibration.read_text())["temperatures"]
-            self.engines[LAGGED].calibrate(temperatures)
+            content = json.loads(config.calibration.read_text())
+            self.engines[LAGGED].calibrate(np.array([content["temperatures"], content["shifts"]]))
         # Not what some other hour has left on the disk.
         self.engines[LAGGED].cost_table(afresh=True)
         self.engines[LAGGED].warm_up((), draws=[Draw.GREEDY])
@@ -372,8 +373,5 @@ def main(config: Load) -> None:
 
 
 if __name__ == "__main__":
-    if not jax.config.jax_compilation_cache_dir:
-        home = Path.home() / ".cache" / "dspark_jax" / "compiled"
-        jax.config.update("jax_compilation_cache_dir", str(home))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    keep_compiled_programs()
     main(tyro.cli(Load, description=__doc__))

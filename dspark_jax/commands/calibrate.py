@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from dspark_jax.checkpoints.calibration import Calibration, CalibrationIdentity
 from dspark_jax.checkpoints.sources import SafetensorsDirectory
@@ -23,12 +22,12 @@ from dspark_jax.evaluation.diagnostics import halves
 from dspark_jax.evaluation.held_out import HeldOutRun
 from dspark_jax.evaluation.provenance import plain_settings, provenance
 from dspark_jax.evaluation.runner import measure
-from dspark_jax.speculation.calibration import fit_temperatures
+from dspark_jax.speculation.calibration import fit_scaling, unscaled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibrate(HeldOutRun):
-    """Fit Sequential Temperature Scaling on held-out prompts, and check it on others of them.
+    """Fit Sequential Temperature Scaling, with a shift, on held-out prompts, and check it on others of them.
 
     Half of the prompts fit, the other half check.
     """
@@ -61,24 +60,25 @@ def run(config: Calibrate) -> None:
         seed=config.seed,
     )
     to_fit, to_check = map(full_block_rounds, halves(measured.records))
-    temperatures_np = fit_temperatures(to_fit.logits_np, to_fit.survived_np)
-    before = calibration_figures(to_check, np.ones_like(temperatures_np))
-    after = calibration_figures(to_check, temperatures_np)
+    scaling_np = fit_scaling(to_fit.logits_np, to_fit.survived_np)
+    before = calibration_figures(to_check, unscaled(scaling_np.shape[1]))
+    after = calibration_figures(to_check, scaling_np)
     print(
         f"\nfitted on {len(to_fit.logits_np)} rounds, checked on {len(to_check.logits_np)} of other prompts"
     )
-    print(calibration_table(before, after, temperatures_np))
+    print(calibration_table(before, after, scaling_np))
 
     identity = CalibrationIdentity(
         target=loaded.target.identity,
         drafter=SafetensorsDirectory(drafter_directory(config.target, config.drafter)).identity(),
         template=loaded.chat.name,
-        sampling=str(SamplingOptions(temperature=config.temperature)),
+        sampling=SamplingOptions(temperature=config.temperature).law,
         numerics=f"{config.dtype} on {jax.default_backend()}",
     )
     Calibration(
         identity=identity,
-        temperatures=tuple(temperatures_np.tolist()),
+        temperatures=tuple(scaling_np[0].tolist()),
+        shifts=tuple(scaling_np[1].tolist()),
         evidence={
             **provenance(),
             "config": plain_settings(config),
@@ -88,4 +88,4 @@ def run(config: Calibrate) -> None:
         },
     ).save(config.output)
     if config.plot:
-        plot_reliability(to_check, temperatures_np, config.plot)
+        plot_reliability(to_check, scaling_np, config.plot)

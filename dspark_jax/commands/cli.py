@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import tyro
 
 from dspark_jax.core.errors import InputError
+from dspark_jax.core.user_cache import keep_compiled_programs
 
 EXIT_REFUSED = 2
 # name -> (module, class of its flags, one line of help)
@@ -66,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run_or_explain(function, *args) -> None:
     """Calls a front door; bad input becomes a message and exit code 2, not a traceback."""
+    keep_compiled_programs()
     try:
         function(*args)
     except InputError as error:

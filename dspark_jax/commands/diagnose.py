@@ -49,10 +49,10 @@ def table(found: Diagnosis) -> str:
     """For a terminal."""
     lines = []
     if found.fitted is not None:
-        lines.append(f"{'position':>16s}  {'T':>5s}  {'ECE % raw':>9s}  {'scaled':>6s}")
+        lines.append(f"{'position':>16s}  {'T':>5s}  {'shift':>5s}  {'ECE % raw':>9s}  {'scaled':>6s}")
         raw, scaled = found.figures["raw"]["ece"], found.figures["scaled"]["ece"]
-        for k, T in enumerate(found.fitted):
-            lines.append(f"{k + 1:16d}  {T:5.2f}  {100 * raw[k]:9.2f}  {100 * scaled[k]:6.2f}")
+        for k, (T, shift) in enumerate(zip(*found.fitted, strict=True)):
+            lines.append(f"{k + 1:16d}  {T:5.2f}  {shift:5.2f}  {100 * raw[k]:9.2f}  {100 * scaled[k]:6.2f}")
         lines.append(f"\n{'threshold':>16s}  {'accepted':>8s}  {'rejected':>8s}  {'acceptance %':>12s}")
         for row in found.thresholds["all"]:
             lines.append(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from dspark_jax.engine.programs import Models
 from dspark_jax.engine.requests import Mode, Request, Status
 from dspark_jax.engine.seats import InFlight, Seat, logprobs_of
 from dspark_jax.engine.state import RoundResult, Weights
+from dspark_jax.speculation.calibration import unscaled
 from dspark_jax.speculation.cost import CostTable
 from dspark_jax.speculation.sampling import Draw
 from dspark_jax.speculation.schedule import Algorithm1, Lagged
@@ -81,7 +82,7 @@ class Engine:
         self.counters: collections.Counter[str] = collections.Counter()
         self.budgets: collections.Counter[int] = collections.Counter()
         G = self.models.block_len
-        self._temperatures_np = np.ones(G, np.float32)
+        self._scaling_np = unscaled(G).astype(np.float32)
         self._programs = Programs(self.models, config, weights)
         self._state = self._drafts = None
         self._pool = PagePool(config.total_pages(G))
@@ -154,19 +155,21 @@ class Engine:
         always_drafts = isinstance(self.config.policy, FullBlock | FixedLength) and len(rows) > 1
         return rows[1:] if always_drafts else rows
 
-    def calibrate(self, temperatures: Sequence[float]) -> None:
-        """Takes the temperatures [G] of a calibration for the predictions to come.
+    def calibrate(self, scaling_np: np.ndarray) -> None:
+        """Takes the scaling [2, G] of a calibration for the predictions to come.
 
         Raises:
-          InputError: not one positive number for each drafted token.
+          InputError: not a temperature and a shift for each drafted token.
         """
-        if len(temperatures) != self.models.block_len or not all(0 < T < np.inf for T in temperatures):
+        scaling_np = np.asarray(scaling_np, np.float32)
+        shape = (2, self.models.block_len)
+        if scaling_np.shape != shape or not (np.isfinite(scaling_np).all() and (scaling_np[0] > 0).all()):
             raise InputError(
-                given=f"temperatures {tuple(temperatures)}",
-                expected=f"{self.models.block_len} positive numbers",
+                given=f"a scaling {scaling_np.tolist()}",
+                expected=f"{shape[1]} positive temperatures and {shape[1]} shifts",
                 fix="calibrate this drafter with `dspark calibrate`",
             )
-        self._temperatures_np = np.asarray(temperatures, np.float32)
+        self._scaling_np = scaling_np
 
     def free_memory(self) -> None:
         """Lets go of pages and slots while there is no work; what is compiled stays.
@@ -378,7 +381,7 @@ class Engine:
                     in_step_np,
                     np.int32(budget or 0),
                     self._planner.round_ms(R, len(seats), min(context, self.config.max_context)),
-                    self._temperatures_np,
+                    self._scaling_np,
                 )
                 if budget is None:
                     budget = int(np.asarray(lengths_R).sum())

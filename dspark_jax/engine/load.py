@@ -7,8 +7,9 @@ import logging
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
-from dspark_jax.checkpoints.calibration import CalibrationIdentity, load_calibration
+from dspark_jax.checkpoints.calibration import CalibrationIdentity, find_calibration, load_calibration
 from dspark_jax.checkpoints.drafter import LoadedDrafter, load_drafter
 from dspark_jax.checkpoints.shipped import shipped_drafter
 from dspark_jax.checkpoints.sources import SafetensorsDirectory
@@ -19,8 +20,8 @@ from dspark_jax.engine.engine import Engine, EngineConfig
 from dspark_jax.engine.requests import SamplingOptions
 from dspark_jax.engine.self_check import refuse_misfit, self_check
 from dspark_jax.engine.state import Weights
-from dspark_jax.speculation.schedule import Algorithm1, Lagged
-from dspark_jax.speculation.verify_length import ConfidenceThreshold
+from dspark_jax.speculation.schedule import Lagged
+from dspark_jax.speculation.verify_length import FullBlock
 from dspark_jax.targets.decoder import embedding_table, lm_head_kernel
 
 SHIPPED, NONE = "shipped", "none"
@@ -36,6 +37,7 @@ class LoadedEngine:
       engine: ready to take requests.
       target: the loaded target, tokenizer included.
       chat: its chat template.
+      drafter_path: the drafter's directory, or None without one.
       drafter_identity: short hash of the drafter's checkpoint, or None without one.
       stamps: the files of both, as they were before they were read.
     """
@@ -43,8 +45,46 @@ class LoadedEngine:
     engine: Engine
     target: LoadedTarget
     chat: ChatTemplate
+    drafter_path: Path | None = None
     drafter_identity: str | None = None
     stamps: Stamps = dataclasses.field(default_factory=dict)
+
+    def calibrate(self, sampling: SamplingOptions, file: Path | None = None) -> None:
+        """Makes the scheduler's predictions true, if it makes any and there is a calibration.
+
+        Args:
+          sampling: how requests draw.
+          file: of `dspark calibrate`; None: what lies beside the drafter, if any of it is for exactly this.
+
+        Raises:
+          InputError: the file belongs to something else.
+        """
+        engine, directory = self.engine, self.drafter_path
+        if directory is None or not engine.config.decides_on_device:
+            return
+        identity = CalibrationIdentity(
+            target=self.target.identity,
+            drafter=self.drafter_identity or "",
+            template=self.chat.name,
+            sampling=sampling.law,
+            numerics=f"{jnp.dtype(engine.config.dtype).name} on {jax.default_backend()}",
+        )
+        G = engine.models.block_len
+        found = (
+            find_calibration(directory, identity, block_len=G)
+            if file is None
+            else load_calibration(file, identity, block_len=G)
+        )
+        if found is not None:
+            engine.calibrate(found.scaling_np)
+        else:
+            log.warning(
+                "NO CALIBRATION for %s on %s (%s): the scheduler takes the drafter's confidences "
+                "as they are; `dspark calibrate` makes one",
+                identity.sampling,
+                identity.template,
+                identity.numerics,
+            )
 
 
 def load_engine(
@@ -54,8 +94,6 @@ def load_engine(
     config: EngineConfig,
     check: bool = True,
     thinking: bool = False,
-    calibration: Path | None = None,
-    calibrated_for: SamplingOptions | None = None,
 ) -> LoadedEngine:
     """Loads a target and a drafter.
 
@@ -63,15 +101,12 @@ def load_engine(
       target: embedded name, .gguf file, Hugging Face directory or hub id.
       drafter: directory or hub id of a drafter, "shipped" for the one in this repository, or "none" for plain
         decoding.
-      config: shapes and policy.
+      config: shapes and policy; `Lagged` becomes `FullBlock` where no confidence head can inform it.
       check: try whether the drafter fits the target (`self_check.py`).
       thinking: mode of the chat template, where it has two.
-      calibration: file of `dspark calibrate` for these models; None: confidences are taken as they are.
-      calibrated_for: the way of sampling that the file must be for; greedy by default.
 
     Raises:
-      InputError: a checkpoint is not understood, the drafter does not fit the target, or the calibration
-        belongs to something else.
+      InputError: a checkpoint is not understood, or the drafter does not fit the target.
     """
     directory = None if drafter == NONE else drafter_directory(target, drafter)
     # Before anything is read: a file that is replaced while it is read shows as well.
@@ -84,25 +119,28 @@ def load_engine(
     loaded = load_target(target, dtype=config.dtype)
     draft = None if directory is None else load_drafter(directory, dtype=config.dtype)
     chat = ChatTemplate.of(loaded.tokenizer, thinking=thinking)
+    config = _with_a_policy_for(draft, config)
     engine = make_engine(loaded, draft, config)
     if draft is not None and check:
         self_check(engine, loaded, draft, chat)
     drafter_identity = None if directory is None else SafetensorsDirectory(directory).identity()
-    if drafter_identity is not None and calibration is not None:
-        identity = CalibrationIdentity(
-            target=loaded.identity,
-            drafter=drafter_identity,
-            sampling=str(calibrated_for or SamplingOptions(temperature=0.0)),
-            template=chat.name,
-            numerics=f"{config.dtype} on {jax.default_backend()}",
-        )
-        found = load_calibration(calibration, identity, block_len=engine.models.block_len)
-        engine.calibrate(found.temperatures)
-    elif isinstance(config.policy, Lagged | Algorithm1 | ConfidenceThreshold):
-        log.warning("no calibration: the drafter's confidences are taken as they are (`dspark calibrate`)")
     return LoadedEngine(
-        engine=engine, target=loaded, chat=chat, drafter_identity=drafter_identity, stamps=stamps
+        engine=engine,
+        target=loaded,
+        chat=chat,
+        drafter_path=directory,
+        drafter_identity=drafter_identity,
+        stamps=stamps,
     )
+
+
+def _with_a_policy_for(draft: LoadedDrafter | None, config: EngineConfig) -> EngineConfig:
+    """The default scheduler listens to a confidence head; what has none verifies full blocks."""
+    if not isinstance(config.policy, Lagged) or (draft and draft.drafter.config.confidence is not None):
+        return config
+    if draft is not None:
+        log.warning("this drafter has no confidence head: full blocks are verified")
+    return dataclasses.replace(config, policy=FullBlock())
 
 
 def model_files(path: Path) -> list[Path]:

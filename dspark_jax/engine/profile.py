@@ -23,6 +23,7 @@ from tqdm import tqdm
 from dspark_jax.core.buckets import powers_of_two
 from dspark_jax.core.errors import InputError
 from dspark_jax.core.files import atomic_write
+from dspark_jax.core.user_cache import cache_directory
 from dspark_jax.engine.compiled import Programs
 from dspark_jax.engine.state import Drafts, EngineState
 from dspark_jax.speculation.cost import CostTable, implausible, monotone
@@ -184,8 +185,7 @@ def fingerprint(programs: Programs) -> str:
 
 def default_directory() -> Path:
     """Where tables are kept that nobody asked for elsewhere."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "dspark_jax" / "costs"
+    return cache_directory() / "costs"
 
 
 def save_costs(table: CostTable, path: Path) -> None:

@@ -50,6 +50,15 @@ class SamplingOptions:
                 )
 
     @property
+    def law(self) -> str:
+        """How tokens are drawn, in words; what a calibration is bound to."""
+        if self.temperature == 0:
+            return "greedy"
+        off = SamplingOptions()
+        filters = [n for n in ("top_k", "top_p", "min_p") if getattr(self, n) != getattr(off, n)]
+        return ", ".join(f"{name} {getattr(self, name):g}" for name in ["temperature", *filters])
+
+    @property
     def draw(self) -> Draw:
         """The least that a program must be able to do for this request; greedy decoding knows no filters."""
         if self.temperature <= 0:

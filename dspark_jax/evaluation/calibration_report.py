@@ -81,9 +81,9 @@ class CalibrationFigures:
         }
 
 
-def calibration_figures(rounds: FullBlockRounds, temperatures_np: np.ndarray) -> CalibrationFigures:
-    """Compares predictions under these temperatures (ones: the raw head) with what happened."""
-    predicted_NG = calibration.predicted(rounds.logits_np, temperatures_np)
+def calibration_figures(rounds: FullBlockRounds, scaling_np: np.ndarray) -> CalibrationFigures:
+    """Compares predictions under this scaling with what happened."""
+    predicted_NG = calibration.predicted(rounds.logits_np, scaling_np)
     pairs = list(zip(predicted_NG.T, rounds.survived_np.T, strict=True))
     return CalibrationFigures(
         ece_np=np.array([calibration.expected_calibration_error(*pair) for pair in pairs]),
@@ -92,22 +92,21 @@ def calibration_figures(rounds: FullBlockRounds, temperatures_np: np.ndarray) ->
     )
 
 
-def calibration_table(
-    before: CalibrationFigures, after: CalibrationFigures, temperatures_np: np.ndarray
-) -> str:
+def calibration_table(before: CalibrationFigures, after: CalibrationFigures, scaling_np: np.ndarray) -> str:
     """Aligned for a terminal: one line for each position, errors before -> after."""
-    lines = [f"{'position':>8s}  {'T':>5s}  {'ECE %':>14s}  {'AUROC':>14s}  {'Brier':>14s}"]
-    for k, T in enumerate(temperatures_np):
+    lines = [f"{'position':>8s}  {'T':>5s}  {'shift':>5s}  {'ECE %':>14s}  {'AUROC':>14s}  {'Brier':>14s}"]
+    for k, (T, shift) in enumerate(scaling_np.T):
         lines.append(
-            f"{k + 1:8d}  {T:5.2f}  {100 * before.ece_np[k]:5.2f} -> {100 * after.ece_np[k]:5.2f}"
+            f"{k + 1:8d}  {T:5.2f}  {shift:5.2f}"
+            f"  {100 * before.ece_np[k]:5.2f} -> {100 * after.ece_np[k]:5.2f}"
             f"  {before.auroc_np[k]:5.3f} -> {after.auroc_np[k]:5.3f}"
             f"  {before.brier_np[k]:5.3f} -> {after.brier_np[k]:5.3f}"
         )
-    lines.append(f"{'mean':>8s}  {'':5s}  {100 * before.mean_ece:5.2f} -> {100 * after.mean_ece:5.2f}")
+    lines.append(f"{'mean':>8s}  {'':12s}  {100 * before.mean_ece:5.2f} -> {100 * after.mean_ece:5.2f}")
     return "\n".join(lines)
 
 
-def plot_reliability(rounds: FullBlockRounds, temperatures_np: np.ndarray, path: Path) -> None:
+def plot_reliability(rounds: FullBlockRounds, scaling_np: np.ndarray, path: Path) -> None:
     """Draws a PNG: predicted against observed survival at each position, before and after scaling.
 
     Raises:
@@ -118,11 +117,11 @@ def plot_reliability(rounds: FullBlockRounds, temperatures_np: np.ndarray, path:
         axes_of = figure.subplots(1, G, squeeze=False, sharey=True)[0]
         for k, axes in enumerate(axes_of):
             axes.plot([0, 1], [0, 1], color=FAINT, linewidth=1.5, zorder=0)
-            for name, T_G, colour, marker in (
-                ("raw", np.ones(G), COLOURS[1], "s"),
-                ("scaled", temperatures_np, COLOURS[0], "o"),
+            for name, scaling_2G, colour, marker in (
+                ("raw", calibration.unscaled(G), COLOURS[1], "s"),
+                ("scaled", scaling_np, COLOURS[0], "o"),
             ):
-                _draw_reliability(axes, rounds, T_G, k, name, colour, marker)
+                _draw_reliability(axes, rounds, scaling_2G, k, name, colour, marker)
             axes.set_title(f"first {k + 1} accepted" if k else "first draft accepted")
             axes.set_xlabel("predicted")
             axes.set_xlim(0, 1)
@@ -135,13 +134,13 @@ def plot_reliability(rounds: FullBlockRounds, temperatures_np: np.ndarray, path:
 def _draw_reliability(
     axes: Axes,
     rounds: FullBlockRounds,
-    temperatures_np: np.ndarray,
+    scaling_np: np.ndarray,
     k: int,
     name: str,
     colour: str,
     marker: str,
 ) -> None:
-    predicted_N = calibration.predicted(rounds.logits_np, temperatures_np)[:, k]
+    predicted_N = calibration.predicted(rounds.logits_np, scaling_np)[:, k]
     diagram = calibration.reliability(predicted_N, rounds.survived_np[:, k])
     shown = diagram.count_np >= MIN_COUNT_SHOWN
     axes.plot(

@@ -43,13 +43,13 @@ def halves(records: Sequence[PromptRounds]) -> tuple[list[PromptRounds], list[Pr
 
 
 def threshold_sweep(
-    rounds: FullBlockRounds, temperatures_np: np.ndarray, thresholds: Sequence[float] = THRESHOLDS
+    rounds: FullBlockRounds, scaling_np: np.ndarray, thresholds: Sequence[float] = THRESHOLDS
 ) -> list[dict[str, float | None]]:
     """What verifying up to the first confidence below a threshold would have done, per round.
 
     Args:
       rounds: full-block rounds.
-      temperatures_np: [G], of the confidence logits.
+      scaling_np: [2, G], of the confidence logits.
       thresholds: to try; 0 verifies everything.
 
     Returns:
@@ -57,7 +57,7 @@ def threshold_sweep(
       verified tokens that was accepted, and the accepted length.
     """
     accepted_N = rounds.survived_np.sum(1)
-    scaled_NG = jnp.asarray(rounds.logits_np / temperatures_np, jnp.float32)
+    scaled_NG = jnp.asarray(calibration.scaled(rounds.logits_np, scaling_np), jnp.float32)
     rows = []
     for threshold in thresholds:
         policy = ConfidenceThreshold(threshold=threshold)  # the engine's own rule
@@ -76,9 +76,9 @@ def threshold_sweep(
     return rows
 
 
-def reliability_points(rounds: FullBlockRounds, temperatures_np: np.ndarray) -> list[list[list[float]]]:
+def reliability_points(rounds: FullBlockRounds, scaling_np: np.ndarray) -> list[list[list[float]]]:
     """The points of a reliability diagram at each position: [predicted, observed, rounds] of filled bins."""
-    predicted_NG = calibration.predicted(rounds.logits_np, temperatures_np)
+    predicted_NG = calibration.predicted(rounds.logits_np, scaling_np)
     positions = []
     for predicted_N, survived_N in zip(predicted_NG.T, rounds.survived_np.T, strict=True):
         diagram = calibration.reliability(predicted_N, survived_N)
@@ -89,7 +89,7 @@ def reliability_points(rounds: FullBlockRounds, temperatures_np: np.ndarray) -> 
 
 
 def calibration_shift(records: Sequence[PromptRounds]) -> dict[str, dict[str, float]]:
-    """ECE, mean over positions, of temperatures fitted on one domain and measured on another.
+    """ECE, mean over positions, of a scaling fitted on one domain and measured on another.
 
     Fitting uses one half of a domain's prompts and measuring the other, so that the diagonal is honest too.
 
@@ -113,14 +113,12 @@ def calibration_shift(records: Sequence[PromptRounds]) -> dict[str, dict[str, fl
         logits_np=np.concatenate([rounds.logits_np for rounds in fits.values()]),
         survived_np=np.concatenate([rounds.survived_np for rounds in fits.values()]),
     )
-    temperatures = {"nothing": np.ones(block_len)}
+    scalings = {"nothing": calibration.unscaled(block_len)}
     for name, rounds in {"all": whole, **fits}.items():
-        temperatures[name] = calibration.fit_temperatures(rounds.logits_np, rounds.survived_np)
+        scalings[name] = calibration.fit_scaling(rounds.logits_np, rounds.survived_np)
     return {
-        name: {
-            domain: calibration_figures(rounds, temperatures_np).mean_ece for domain, rounds in checks.items()
-        }
-        for name, temperatures_np in temperatures.items()
+        name: {domain: calibration_figures(rounds, scaling_np).mean_ece for domain, rounds in checks.items()}
+        for name, scaling_np in scalings.items()
     }
 
 
@@ -155,17 +153,17 @@ class Diagnosis:
     """All diagnostics of one run at one temperature.
 
     Attributes:
-      fitted: Sequential Temperature Scaling on half of the prompts; None without a confidence head.
+      fitted: temperatures and shifts [2][G], fitted on half of the prompts; None without a confidence head.
       rounds: (fitted, checked) full-block rounds.
       figures: "raw" and "scaled" -> ECE, AUROC and Brier per position, on the other half.
       reliability: "raw" and "scaled" -> points per position.
-      thresholds: domain -> rows of the sweep, "all" first, under the fitted temperatures.
+      thresholds: domain -> rows of the sweep, "all" first, under the fitted scaling.
       shift: fitted on -> measured on -> mean ECE.
       context: accepted length by context length.
       accepted_length: over all rounds.
     """
 
-    fitted: list[float] | None
+    fitted: list[list[float]] | None
     rounds: tuple[int, int]
     figures: Mapping[str, Any]
     reliability: Mapping[str, Any]
@@ -191,8 +189,8 @@ def diagnose(records: Sequence[PromptRounds]) -> Diagnosis:
     except InputError:  # DFlash and its like have no confidence
         empty: dict[str, Any] = {"figures": {}, "reliability": {}, "thresholds": {}, "shift": {}}
         return Diagnosis(fitted=None, rounds=(0, 0), context=context, accepted_length=tau, **empty)
-    fitted_np = calibration.fit_temperatures(to_fit.logits_np, to_fit.survived_np)
-    sets = {"raw": np.ones_like(fitted_np), "scaled": fitted_np}
+    fitted_np = calibration.fit_scaling(to_fit.logits_np, to_fit.survived_np)
+    sets = {"raw": calibration.unscaled(fitted_np.shape[1]), "scaled": fitted_np}
     sweeps = {"all": threshold_sweep(full_block_rounds(records), fitted_np)}
     for domain in sorted({record.domain for record in records}):
         of_domain = [record for record in records if record.domain == domain]
@@ -200,8 +198,10 @@ def diagnose(records: Sequence[PromptRounds]) -> Diagnosis:
     return Diagnosis(
         fitted=fitted_np.tolist(),
         rounds=(len(to_fit.logits_np), len(to_check.logits_np)),
-        figures={name: calibration_figures(to_check, T_np).as_json() for name, T_np in sets.items()},
-        reliability={name: reliability_points(to_check, T_np) for name, T_np in sets.items()},
+        figures={
+            name: calibration_figures(to_check, scaling_np).as_json() for name, scaling_np in sets.items()
+        },
+        reliability={name: reliability_points(to_check, scaling_np) for name, scaling_np in sets.items()},
         thresholds=sweeps,
         shift=calibration_shift(records),
         context=context,

@@ -17,6 +17,7 @@ import numpy as np
 
 from dspark_jax.core.errors import InputError
 from dspark_jax.evaluation.accepted_length import PromptRounds
+from dspark_jax.speculation.calibration import scaled
 from dspark_jax.speculation.cost import CostTable
 from dspark_jax.speculation.schedule import Decision, Lagged, ScheduleMemory, admit, choose
 
@@ -53,12 +54,12 @@ class Simulated:
     """Requests in a round."""
 
 
-def replays(records: Sequence[PromptRounds], temperatures_np: np.ndarray) -> list[Replay]:
+def replays(records: Sequence[PromptRounds], scaling_np: np.ndarray) -> list[Replay]:
     """Answers to replay, without rounds that a stop token cut.
 
     Args:
       records: full-block rounds with confidence logits.
-      temperatures_np: [G], of the confidence logits.
+      scaling_np: [2, G], of the confidence logits.
 
     Raises:
       InputError: no record has confidences.
@@ -69,7 +70,7 @@ def replays(records: Sequence[PromptRounds], temperatures_np: np.ndarray) -> lis
             continue
         whole = record.verified_np == record.confidence_np.shape[1]
         if whole.any():
-            logits_NG = record.confidence_np[whole].astype(np.float64) / temperatures_np
+            logits_NG = scaled(record.confidence_np[whole].astype(np.float64), scaling_np)
             survival_np = np.cumprod(1 / (1 + np.exp(-logits_NG)), axis=1)
             accepted_np = record.accepted_np[whole]
             found.append(

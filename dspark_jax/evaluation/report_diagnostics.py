@@ -115,16 +115,18 @@ def _errors_chart(figures: Figures) -> Chart:
     )
 
 
-def _figures_table(figures: Figures, fitted: Sequence[float]) -> Table:
+def _figures_table(figures: Figures, fitted: Sequence[Sequence[float]]) -> Table:
     rows = []
-    for k, temperature in enumerate(fitted):
-        cells = [str(k + 1), f"{temperature:.2f}"]
+    for k, (temperature, shift) in enumerate(zip(*fitted, strict=True)):
+        cells = [str(k + 1), f"{temperature:.2f}", f"{shift:.2f}"]
         for measure, scale, digits in (("ece", 100, 2), ("auroc", 1, 3), ("brier", 1, 3)):
             values = [figures[name][measure][k] for name in figures]
             cells += ["–" if value is None else f"{scale * value:.{digits}f}" for value in values]
         rows.append(cells)
     names = [f"{measure} {name}" for measure in ("ECE %", "AUROC", "Brier") for name in figures]
-    return Table(caption="Predicted survival, raw and scaled", header=["position", "T", *names], rows=rows)
+    return Table(
+        caption="Predicted survival, raw and scaled", header=["position", "T", "shift", *names], rows=rows
+    )
 
 
 def _shift_table(shift: Mapping[str, Mapping[str, float]]) -> Table:
@@ -169,6 +171,6 @@ def _calibration(result: Result) -> Section:
         title=f"Calibration: {result['name']}",
         text=f"For {identity['sampling']}, {identity['numerics']}. Fitted on {rounds['fitted']} rounds,"
         f" checked on {rounds['checked']} of other prompts.",
-        tables=[_figures_table(figures, result["temperatures"])],
+        tables=[_figures_table(figures, (result["temperatures"], result["shifts"]))],
         charts=[_errors_chart(figures)],
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from dspark_jax.core.errors import require
@@ -58,12 +59,15 @@ class ServeConfig:
     seed: int = 0
     """With a line's id it decides the line's draws."""
     verify_tokens: int | None = None
-    """Verify this many drafted tokens in every round; by default the full block."""
+    """Verify this many drafted tokens in every round."""
     confidence_threshold: float | None = None
     """Verify up to the first drafted token with a confidence below this."""
-    scheduler: Literal["algorithm1", "lagged"] | None = None
-    """Let a scheduler choose how much is verified in every round, by measured costs: "lagged" from the
-    confidence of earlier rounds, "algorithm1" from the present one's. The first run on a machine measures."""
+    scheduler: Literal["lagged", "algorithm1", "full"] = "lagged"
+    """Who chooses how much is verified, where no rule above does: "lagged" from the confidence of earlier
+    rounds and measured costs, "algorithm1" from the present one's, "full" nobody: all of every block, which
+    is also what drafters without a confidence head get. The first run on a machine measures."""
+    calibration: Path | None = None
+    """File of `dspark calibrate`; by default the one that lies beside the drafter, if it fits."""
     order: Literal["input", "completion"] = "input"
     """Order of the answers in OUTPUT."""
     longest_first: bool = False
@@ -87,7 +91,7 @@ class ServeConfig:
     """Try whether the drafter fits the target, and stop if it does not."""
 
     def __post_init__(self):
-        rules = ("verify_tokens", "confidence_threshold", "scheduler")
+        rules = ("verify_tokens", "confidence_threshold")
         given = [name for name in rules if getattr(self, name) is not None]
         require(
             len(given) <= 1,
@@ -127,13 +131,11 @@ class ServeConfig:
     @property
     def policy(self) -> Scheduler:
         """Who decides how many drafted tokens of a block are verified."""
-        if self.scheduler is not None:
-            return {"algorithm1": Algorithm1(), "lagged": Lagged()}[self.scheduler]
         if self.verify_tokens is not None:
             return FixedLength(length=self.verify_tokens)
         if self.confidence_threshold is not None:
             return ConfidenceThreshold(threshold=self.confidence_threshold)
-        return FullBlock()
+        return {"lagged": Lagged(), "algorithm1": Algorithm1(), "full": FullBlock()}[self.scheduler]
 
     def sampling(self, generation: Mapping[str, Any]) -> SamplingOptions:
         """How tokens of a line are drawn that says nothing else.

@@ -80,6 +80,7 @@ def _serve(config: ServeConfig, stop: Stop) -> ExitCode:
         check=config.self_check,
         thinking=config.thinking,
     )
+    loaded.calibrate(config.sampling(loaded.target.generation), config.calibration)
     load_s = time.perf_counter() - started_s
     if changed := replaced(loaded.stamps):
         raise InputError(

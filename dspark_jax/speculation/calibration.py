@@ -1,5 +1,9 @@
 """Sequential temperature scaling, and how far predicted survival is from the truth (DSpark section 3.3).
 
+A scaling [2, G] holds temperatures and shifts: the conditional acceptance is sigmoid(z / T + shift).
+Sequential Temperature Scaling has no shifts. They are for what a temperature cannot mend: a head that was
+trained to predict acceptance at temperature 1 is wrong by a constant where decoding is greedy.
+
 All functions take rounds in which the FULL block was verified; shorter ones would show the confident rounds
 only. N rounds, G positions.
 """
@@ -7,14 +11,17 @@ only. N rounds, G positions.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 
 from dspark_jax.core.errors import InputError
 
 BINS = 20
-GRID = np.geomspace(0.2, 5.0, 161)
-"""Temperatures that the fit tries; 1 is among them."""
+TEMPERATURES = np.geomspace(0.2, 5.0, 161)
+"""What the fit tries; 1 is among them."""
+SHIFTS = np.linspace(-3.0, 3.0, 61)
+"""What the fit tries for each temperature, if it may; 0 is among them."""
 
 
 def survived(accepted_np: np.ndarray, block_len: int) -> np.ndarray:
@@ -22,23 +29,36 @@ def survived(accepted_np: np.ndarray, block_len: int) -> np.ndarray:
     return np.asarray(accepted_np)[:, None] >= np.arange(1, block_len + 1)
 
 
-def predicted(logits_np: np.ndarray, temperatures_np: np.ndarray) -> np.ndarray:
-    """prod_{i<=k} sigmoid(z_i / T_i), [N, G]."""
-    return np.cumprod(_sigmoid(logits_np / temperatures_np), axis=1)
+def unscaled(block_len: int) -> np.ndarray:
+    """The scaling [2, G] that changes nothing."""
+    return np.stack([np.ones(block_len), np.zeros(block_len)])
 
 
-def fit_temperatures(logits_np: np.ndarray, survived_np: np.ndarray, *, bins: int = BINS) -> np.ndarray:
-    """T_1 .. T_G, left to right: each minimises the ECE of its position, the earlier ones being fixed.
+def scaled(logits_np: np.ndarray, scaling_np: np.ndarray) -> np.ndarray:
+    """z / T + shift, [N, G]."""
+    return logits_np / scaling_np[0] + scaling_np[1]
 
-    Among equal errors the temperature nearest to 1 wins.
+
+def predicted(logits_np: np.ndarray, scaling_np: np.ndarray) -> np.ndarray:
+    """prod_{i<=k} sigmoid(z_i / T_i + shift_i), [N, G]."""
+    return np.cumprod(_sigmoid(scaled(logits_np, scaling_np)), axis=1)
+
+
+def fit_scaling(
+    logits_np: np.ndarray, survived_np: np.ndarray, *, shifted: bool = True, bins: int = BINS
+) -> np.ndarray:
+    """Position by position from the left: each minimises its own ECE, the earlier ones being fixed.
+
+    Among equal errors the scaling that changes least wins.
 
     Args:
       logits_np: [N, G], confidence logits.
       survived_np: bool [N, G].
+      shifted: also fit shifts; without them this is Sequential Temperature Scaling.
       bins: bins of the ECE.
 
     Returns:
-      float64 [G].
+      float64 [2, G].
 
     Raises:
       InputError: no rounds, or shapes that differ.
@@ -49,17 +69,19 @@ def fit_temperatures(logits_np: np.ndarray, survived_np: np.ndarray, *, bins: in
             expected="the same [rounds, G], with at least one round",
             fix="collect full-block rounds on held-out prompts first",
         )
-    by_distance = GRID[np.argsort(np.abs(np.log(GRID)), kind="stable")]
+    grid = itertools.product(TEMPERATURES, SHIFTS if shifted else (0.0,))
+    by_change = sorted(grid, key=lambda pair: abs(np.log(pair[0])) + abs(pair[1]))
     before_N = np.ones(len(logits_np))
-    temperatures = []
+    scaling = []
     for logits_N, survived_N in zip(logits_np.T, survived_np.T, strict=True):
         errors = [
-            expected_calibration_error(before_N * _sigmoid(logits_N / T), survived_N, bins=bins)
-            for T in by_distance
+            expected_calibration_error(before_N * _sigmoid(logits_N / T + shift), survived_N, bins=bins)
+            for T, shift in by_change
         ]
-        temperatures.append(by_distance[int(np.argmin(errors))])
-        before_N = before_N * _sigmoid(logits_N / temperatures[-1])
-    return np.asarray(temperatures)
+        T, shift = by_change[int(np.argmin(errors))]
+        scaling.append((T, shift))
+        before_N = before_N * _sigmoid(logits_N / T + shift)
+    return np.array(scaling).T
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

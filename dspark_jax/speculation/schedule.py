@@ -27,9 +27,16 @@ from dspark_jax.speculation.cost import CostTable
 from dspark_jax.speculation.verify_length import VerifyPolicy
 
 
-def predicted_survival(confidence_logits_BG: Array, temperatures_G: Array) -> Array:
-    """a_j = prod_{i<=j} sigmoid(z_i / T_i), [B, G]; a NaN counts as certain rejection."""
-    conditional_BG = jax.nn.sigmoid(confidence_logits_BG.astype(jnp.float32) / temperatures_G)
+def predicted_survival(confidence_logits_BG: Array, scaling_2G: Array) -> Array:
+    """a_j = prod_{i<=j} sigmoid(z_i / T_i + shift_i), [B, G]; a NaN counts as certain rejection.
+
+    Args:
+      confidence_logits_BG: z.
+      scaling_2G: temperatures and shifts (`calibration.py`).
+    """
+    temperatures_G, shifts_G = scaling_2G
+    scaled_BG = confidence_logits_BG.astype(jnp.float32) / temperatures_G + shifts_G
+    conditional_BG = jax.nn.sigmoid(scaled_BG)
     return survival(jnp.where(jnp.isnan(conditional_BG), 0.0, conditional_BG))
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from dspark_jax.core.keys import request_key
 from dspark_jax.engine import programs
+from dspark_jax.speculation.calibration import unscaled
 from dspark_jax.speculation.sampling import Draw, SamplingParams
 from dspark_jax.speculation.schedule import Algorithm1, Lagged, algorithm1
 from dspark_jax.speculation.verify_length import ConfidenceThreshold, FixedLength, FullBlock
@@ -77,7 +78,7 @@ def draw_two_tokens(toy, name: str, policy) -> np.ndarray:
     G = toy.block_len
     # Every price the same but for a step at half of the tokens: Algorithm 1 stops there.
     round_ms_N = 1 + 0.3 * (np.arange(slots * G + 1) > slots * G / 2).astype(np.float32)
-    prices = (np.int32(slots * G * 0.4), round_ms_N, np.ones(G, np.float32))
+    prices = (np.int32(slots * G * 0.4), round_ms_N, unscaled(G).astype(np.float32))
     tokens_BT = np.full((slots, 0), -1)
     for _ in range(2):  # a round commits at least one token
         drafts = compiled.draft(slots, Draw.FILTERED)(state, drafts, *places)

@@ -16,7 +16,9 @@ from dspark_jax.evaluation.calibration_report import full_block_rounds
 
 G = 2
 IDENTITY = CalibrationIdentity(target="t", drafter="d", template="c", sampling="s", numerics="n")
-CALIBRATION = Calibration(identity=IDENTITY, temperatures=(1.5, 0.5), evidence={"rounds": 3})
+CALIBRATION = Calibration(
+    identity=IDENTITY, temperatures=(1.5, 0.5), shifts=(0.1, -1.0), evidence={"rounds": 3}
+)
 
 
 @pytest.mark.usefixtures("tiny_engine")
@@ -35,10 +37,10 @@ def test_the_command_fits_reports_draws_and_writes(prompt_files, tmp_path, capsy
 
     content = json.loads(config.output.read_text())
     found = load_calibration(config.output, CalibrationIdentity(**content["identity"]), block_len=G)
-    assert found.identity.target == "tiny" and "temperature=1.0" in found.identity.sampling
+    assert found.identity.target == "tiny" and found.identity.sampling == "temperature 1"
     shown = capsys.readouterr().out
-    for T, position in zip(found.temperatures, (1, 2), strict=True):
-        assert f"{position:8d}  {T:5.2f}" in shown
+    for T, shift, position in zip(found.temperatures, found.shifts, (1, 2), strict=True):
+        assert f"{position:8d}  {T:5.2f}  {shift:5.2f}" in shown
     rounds = found.evidence["rounds"]
     assert rounds["fitted"] > 0 and rounds["checked"] > 0
     assert config.plot.read_bytes().startswith(b"\x89PNG")
@@ -78,7 +80,10 @@ def test_a_file_of_something_else_is_refused_by_name(tmp_path, field):
         load_calibration(tmp_path / "c.json", dataclasses.replace(IDENTITY, **{field: "other"}), block_len=G)
 
 
-@pytest.mark.parametrize("change", [{"temperatures": [1.0]}, {"temperatures": [1.0, 0.0]}, {"version": 99}])
+@pytest.mark.parametrize(
+    "change",
+    [{"temperatures": [1.0]}, {"temperatures": [1.0, 0.0]}, {"shifts": [0.0, float("inf")]}, {"version": 99}],
+)
 def test_a_file_that_cannot_be_used_is_refused(tmp_path, change):
     CALIBRATION.save(tmp_path / "c.json")
     content = json.loads((tmp_path / "c.json").read_text())

@@ -57,7 +57,7 @@ def test_threshold_sweep_by_hand():
         logits_np=np.array([[2.0, 0.0], [-1.0, 3.0], [2.0, -2.0]]),
         survived_np=np.array([[True, True], [False, False], [True, False]]),
     )
-    everything, some, strict = threshold_sweep(rounds, np.ones(G), (0.0, 0.4, 0.99))
+    everything, some, strict = threshold_sweep(rounds, calibration.unscaled(G), (0.0, 0.4, 0.99))
 
     assert everything == pytest.approx(
         {"threshold": 0, "accepted": 1, "rejected": 1, "acceptance": 0.5, "accepted_length": 2}
@@ -114,9 +114,9 @@ def test_errors_agree_with_scikit_learn():
         logits_np=np.concatenate([r.confidence_np for r in records]).astype(np.float64),
         survived_np=calibration.survived(np.concatenate([r.accepted_np for r in records]), G),
     )
-    figures = calibration_figures(rounds, np.ones(G))
-    predicted_NG = calibration.predicted(rounds.logits_np, np.ones(G))
-    points = reliability_points(rounds, np.ones(G))
+    figures = calibration_figures(rounds, calibration.unscaled(G))
+    predicted_NG = calibration.predicted(rounds.logits_np, calibration.unscaled(G))
+    points = reliability_points(rounds, calibration.unscaled(G))
     for k in range(G):
         probs, happened = predicted_NG[:, k], rounds.survived_np[:, k]
         assert figures.auroc_np[k] == pytest.approx(metrics.roc_auc_score(happened, probs))

@@ -14,6 +14,7 @@ from dspark_jax.evaluation.lag_study import (
     replays,
     simulate,
 )
+from dspark_jax.speculation.calibration import unscaled
 from dspark_jax.speculation.cost import CostTable
 
 G = 2
@@ -81,8 +82,8 @@ def test_replays_leave_out_rounds_that_were_cut():
         verified_np=np.array([2, 2, 1]),
         confidence_np=np.zeros((3, G), np.float32),
     )
-    [replay] = replays([record], np.ones(G))
+    [replay] = replays([record], unscaled(G))
     assert replay.tokens == 4 and replay.accepted_np.tolist() == [2, 0]
     np.testing.assert_allclose(replay.survival_np, [[0.5, 0.25]] * 2)
     with pytest.raises(InputError, match="confidences"):
-        replays([], np.ones(G))
+        replays([], unscaled(G))

@@ -95,7 +95,8 @@ def result_files(tmp_path_factory) -> list[Path]:
         "diagnostics": {"kind": "diagnostics", **ABOUT, "results": [{"temperature": 1.0, **vars(found)}]},
         "calibration": {
             "identity": {"sampling": "temperature=1", "numerics": "float32"},
-            "temperatures": found.fitted,
+            "temperatures": found.fitted[0],
+            "shifts": found.fitted[1],
             "evidence": {
                 **ABOUT,
                 "rounds": {"fitted": 10, "checked": 11},

@@ -165,10 +165,12 @@ def serve(server, tmp_path: Path, capfd) -> Callable[..., Served]:
 
 
 def serve_config(folder: Path, lines, **flags) -> ServeConfig:
-    """A configuration for these lines, written into in.jsonl."""
+    """A configuration for these lines, written into in.jsonl; full blocks, for which few programs compile."""
     encoded = [line if isinstance(line, bytes) else _text(line).encode() for line in lines]
     (folder / "in.jsonl").write_bytes(b"".join(line + b"\n" for line in encoded))
-    flags = {"max_context": MAX_CONTEXT, "max_new_tokens": 8, "slots": 2} | flags
+    rules = {"verify_tokens", "confidence_threshold", "scheduler"}
+    full = {} if rules & set(flags) else {"scheduler": "full"}
+    flags = {"max_context": MAX_CONTEXT, "max_new_tokens": 8, "slots": 2} | full | flags
     return ServeConfig(input=str(folder / "in.jsonl"), output=str(folder / "out.jsonl"), **flags)
 
 

@@ -13,6 +13,7 @@ from dspark_jax.core.errors import InputError
 from dspark_jax.engine.engine import Engine
 from dspark_jax.engine.requests import SamplingOptions
 from dspark_jax.serving.jsonl import ServeConfig, serve_file
+from dspark_jax.speculation.schedule import Lagged
 from dspark_jax.speculation.verify_length import ConfidenceThreshold, FixedLength, FullBlock
 
 
@@ -189,7 +190,8 @@ class TestConfig:
         def policy(**flags):
             return ServeConfig(input="in", output="out", **flags).policy
 
-        assert policy() == FullBlock()
+        assert policy() == Lagged()
+        assert policy(scheduler="full") == FullBlock()
         assert policy(verify_tokens=0) == FixedLength(length=0)
         assert policy(confidence_threshold=0.3) == ConfidenceThreshold(threshold=0.3)
         with pytest.raises(InputError, match="verify_tokens and confidence_threshold"):

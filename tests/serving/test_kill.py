@@ -41,7 +41,12 @@ def flags(tmp_path) -> list[str]:
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     names = {"input": "in.jsonl", "output": "out.jsonl", "target": "target", "drafter": "drafter"}
     flags = [part for name, file in names.items() for part in (f"--{name}", f"{tmp_path / file}")]
-    return [*flags, "--resume", "--no-self-check", *"--slots 2 --max-context 64 --temperature 0.8".split()]
+    return [
+        *flags,
+        "--resume",
+        "--no-self-check",
+        *"--slots 2 --max-context 64 --temperature 0.8 --scheduler full".split(),
+    ]
 
 
 class Jobs:

@@ -56,11 +56,11 @@ def test_sequential_temperatures_are_found_again():
     logits = rng.normal(1.0, 2.0, (40_000, G))
     conditional = 1 / (1 + np.exp(-logits / true))
     survived = np.cumprod(rng.random((len(logits), G)) < conditional, axis=1).astype(bool)
-    found = calibration.fit_temperatures(logits, survived)
-    np.testing.assert_allclose(found, true, rtol=0.12)
+    found = calibration.fit_scaling(logits, survived, shifted=False)
+    np.testing.assert_allclose(found, [true, np.zeros(G)], rtol=0.12)
     for k in range(G):
         before = calibration.expected_calibration_error(
-            calibration.predicted(logits, np.ones(G))[:, k], survived[:, k]
+            calibration.predicted(logits, calibration.unscaled(G))[:, k], survived[:, k]
         )
         after = calibration.expected_calibration_error(
             calibration.predicted(logits, found)[:, k], survived[:, k]
@@ -74,7 +74,22 @@ def test_the_fit_is_sequential():
     logits = rng.normal(0.5, 2.0, (40_000, 2))
     conditional = 1 / (1 + np.exp(-logits / np.array([3.0, 1.0])))
     survived = np.cumprod(rng.random(logits.shape) < conditional, axis=1).astype(bool)
-    np.testing.assert_allclose(calibration.fit_temperatures(logits, survived), [3.0, 1.0], rtol=0.15)
+    found = calibration.fit_scaling(logits, survived, shifted=False)
+    np.testing.assert_allclose(found[0], [3.0, 1.0], rtol=0.15)
+
+
+def test_a_constant_error_is_mended_by_a_shift():
+    rng = np.random.default_rng(4)
+    logits = rng.normal(0.5, 2.0, (20_000, 2))
+    conditional = 1 / (1 + np.exp(-(logits / 2 - np.array([1.0, 0.5]))))
+    survived = np.cumprod(rng.random(logits.shape) < conditional, axis=1).astype(bool)
+    found = calibration.fit_scaling(logits, survived)
+    np.testing.assert_allclose(found, [[2.0, 2.0], [-1.0, -0.5]], rtol=0.3)
+    after, without = (
+        calibration.expected_calibration_error(calibration.predicted(logits, scaling)[:, 0], survived[:, 0])
+        for scaling in (found, calibration.fit_scaling(logits, survived, shifted=False))
+    )
+    assert after < without / 10
 
 
 def test_outcomes_from_accepted_counts():
@@ -87,4 +102,4 @@ def test_outcomes_from_accepted_counts():
 
 def test_nothing_to_fit_is_refused():
     with pytest.raises(InputError, match="full-block rounds"):
-        calibration.fit_temperatures(np.zeros((0, G)), np.zeros((0, G), bool))
+        calibration.fit_scaling(np.zeros((0, G)), np.zeros((0, G), bool))

@@ -49,8 +49,8 @@ everyone = jnp.ones
 
 def test_survival_by_hand():
     logits = jnp.asarray([[0.0, 2.0, jnp.nan]])
-    ours = predicted_survival(logits, jnp.asarray([1.0, 2.0, 1.0]))
-    np.testing.assert_allclose(ours, [[0.5, 0.5 / (1 + np.exp(-1)), 0.0]], rtol=1e-6)
+    ours = predicted_survival(logits, jnp.asarray([[1.0, 2.0, 1.0], [0.0, 0.5, 0.0]]))
+    np.testing.assert_allclose(ours, [[0.5, 0.5 / (1 + np.exp(-1.5)), 0.0]], rtol=1e-6)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
