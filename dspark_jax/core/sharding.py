@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax.core.errors import InputError
@@ -101,7 +102,7 @@ def mesh_of(arrays: Any) -> Mesh | None:
 
 
 def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
-    """Inside, while a program is traced, `by_device` and `divided_over` speak of this mesh."""
+    """Inside, while a program is traced, the functions below speak of this mesh."""
     if mesh is None or mesh.size == 1:
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
@@ -122,6 +123,19 @@ def axes_size(axes: tuple[str, ...]) -> int:
     """Into how many parts these axes of the mesh of `on_mesh` divide an array; also within `by_device`."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else int(np.prod([mesh.shape[name] for name in axes]))
+
+
+def divide_batch(x: Array) -> Array:
+    """Keeps the batch, the first axis, divided over the mesh of `on_mesh`; the compiler divides the others.
+
+    Left alone with weights that are cut for memory, it lets activations travel instead of weights: every
+    device then holds all sequences.
+    """
+    axes = divided_over("batch", x.shape[0])
+    if not axes:
+        return x
+    free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(axes, *free))
 
 
 def by_device(function: Callable, in_specs: Any, out_specs: Any) -> Callable:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from dspark_jax.core.sharding import divide_batch
 from dspark_jax.nn.attention import AttentionProjections
 from dspark_jax.nn.config import BlockConfig
 from dspark_jax.nn.layers import GatedMLP, RMSNorm, parameter
@@ -43,7 +44,7 @@ class TransformerLayer(nn.Module):
 
     def queries_keys_values(self, x: Array, angles) -> tuple[Array, Array, Array]:
         """[..., T, D] -> queries [..., T, N, H], keys and values [..., T, K, H]."""
-        normed = self.input_norm(x)
+        normed = self.input_norm(divide_batch(x))
         return self.attention.queries(normed, angles), *self.attention.keys_values(normed, angles)
 
     def context_keys_values(self, context: Array, angles) -> tuple[Array, Array]:
@@ -60,4 +61,5 @@ class TransformerLayer(nn.Module):
         return self._scaled(x + self.post_mlp_norm(self.mlp(self.pre_mlp_norm(x))))
 
     def _scaled(self, x: Array) -> Array:
+        x = divide_batch(x)
         return x * jax.lax.stop_gradient(self.layer_scalar) if self.config.layer_scalar else x

@@ -64,6 +64,17 @@ def test_the_step_compiles_for_tpus_without_gathering_the_vocabulary(tpu_devices
     assert plan.flops > 2 * plan.tokens * 2 * 256 * 512 * 3 * 2  # the target's MLPs alone
 
 
+def test_weights_travel_and_activations_stay_where_weights_are_cut(tpu_devices):
+    data = dataclasses.replace(CONFIG.data, batch_size=16, max_length=512)
+    mesh = make_mesh(fsdp=-1, devices=tpu_devices("v5e:2x2"))
+    plan = plan_step(dataclasses.replace(CONFIG, data=data), decoder_config_from_hf(TARGET), mesh)
+
+    head_bytes, activation_bytes = 2 * 4096 * 256, 2 * 16 * 512 * 256
+    assert plan.collectives["all-gather"].largest_bytes <= head_bytes < activation_bytes
+    gradients = 4 * sum(x.size for x in jax.tree.leaves(_drafter_shapes(decoder_config_from_hf(TARGET))))
+    assert plan.collectives["all-reduce"].total_bytes < 2 * gradients
+
+
 def _drafter_shapes(target):
     from dspark_jax.drafters.registry import make_drafter
 
