@@ -46,6 +46,11 @@ COMMANDS = {
         "compare recorded values of another implementation with ours",
     ),
     "plan": ("plan", "Plan", "compile a training run for a TPU pod without one: does it fit, what bounds it"),
+    "plan-serving": (
+        "plan_serving",
+        "PlanServing",
+        "compile the engine's programs for a TPU slice without one: do they fit",
+    ),
     "plot-training": ("plot_training", "PlotTraining", "draw the course of training runs as a PNG"),
 }
 

@@ -63,7 +63,7 @@ def run(config: Plan) -> None:
     """Compiles, prints the table and the advice, and writes the JSON file."""
     run_config, target = _resolve(config)
     devices = tpu_devices(config.topology)
-    kind = _device_kind(config.topology)
+    kind = device_kind(config.topology)
     mesh = make_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor, devices=devices)
     plan = plan_step(run_config, target, mesh)
     if config.search:
@@ -107,7 +107,7 @@ def report(plan: StepPlan, run_config: TrainConfig, kind: DeviceKind, config: Pl
         "activations and temporaries": plan.temporary_bytes,
         "all together": plan.total_bytes,
     }
-    lines += [f"  {name:28s}{_gib(size)}" for name, size in memory.items()]
+    lines += [f"  {name:28s}{gib(size)}" for name, size in memory.items()]
     lines += ["", "collectives (one inside a loop counts once)"]
     lines += [
         f"  {name:20s}{found.count:5d} x, {found.total_bytes / 2**20:10.1f} MiB, largest "
@@ -166,13 +166,25 @@ def _resolve(config: Plan) -> tuple[TrainConfig, DecoderConfig]:
         mesh=config.mesh,
         feature_store=Path("store") if config.feature_store else None,
     )
-    path = config.target_config or config.recipe.parent / "targets" / f"{config.target}.json"
-    if config.target_config is None and not path.exists():
-        return run_config, decoder_config_from_hf(open_source(run_config.target).config)
-    return run_config, decoder_config_from_hf(text_config(json.loads(path.read_text())))
+    return run_config, target_dimensions(
+        config.recipe, config.target, config.target_config, run_config.target
+    )
 
 
-def _device_kind(topology: str) -> DeviceKind:
+def target_dimensions(recipe: Path, name: str, path: Path | None, checkpoint: str) -> DecoderConfig:
+    """Of a given config.json, of targets/NAME.json beside the recipe, or of the target's checkpoint."""
+    beside = recipe.parent / "targets" / f"{name}.json"
+    if path is None and not beside.exists():
+        return decoder_config_from_hf(open_source(checkpoint).config)
+    return decoder_config_from_hf(text_config(json.loads((path or beside).read_text())))
+
+
+def device_kind(topology: str) -> DeviceKind:
+    """The figures of a topology's devices.
+
+    Raises:
+      InputError: an unknown kind.
+    """
     name = topology.partition(":")[0]
     if name not in TPU_KINDS:
         raise InputError(
@@ -181,5 +193,6 @@ def _device_kind(topology: str) -> DeviceKind:
     return TPU_KINDS[name]
 
 
-def _gib(size: int | None) -> str:
+def gib(size: int | None) -> str:
+    """Bytes for a column of a table."""
     return "  unknown" if size is None else f"{size / GIB:8.2f} GiB"

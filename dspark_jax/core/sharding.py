@@ -138,6 +138,11 @@ def divide_batch(x: Array) -> Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(axes, *free))
 
 
+def whole(x: Array) -> Array:
+    """Has an array gathered on every device of the mesh of `on_mesh`, here and once."""
+    return x if _mesh() is None else jax.lax.with_sharding_constraint(x, PartitionSpec())
+
+
 def by_device(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """The function on each device's part of its arguments; the function itself without a mesh.
 

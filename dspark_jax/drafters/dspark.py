@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from dspark_jax.core.sharding import whole
 from dspark_jax.drafters.backbone import Backbone
 from dspark_jax.drafters.blocks import Blocks
 from dspark_jax.drafters.confidence import ConfidenceHead
@@ -70,7 +71,8 @@ class DSparkNetwork(nn.Module):
         self, hidden_BGD: Array, shared: SharedWeights, anchors_B: Array, sampler: Sampler
     ) -> DraftBlock:
         """Samples the block left to right with `lax.scan`; q_k is taken after the sequential head."""
-        base_GBV = shared.unembed(hidden_BGD.swapaxes(0, 1), dtype=self.dtype)
+        hidden_GBD = whole(hidden_BGD.swapaxes(0, 1))
+        base_GBV = shared.draft_logits(hidden_GBD, dtype=self.dtype)
 
         def step(carry, row):
             state, prev_B = carry
@@ -84,7 +86,7 @@ class DSparkNetwork(nn.Module):
             return (state, tokens_B), (ids_B, tokens_B, probs_BV, confidence_B)
 
         state = None if self.config.head is None else self.head.initial_state(anchors_B.shape)
-        rows = (hidden_BGD.swapaxes(0, 1), base_GBV, jnp.arange(self.config.block_len))
+        rows = (hidden_GBD, base_GBV, jnp.arange(self.config.block_len))
         _, block = jax.lax.scan(step, (state, anchors_B), rows)
         return DraftBlock(*(x.swapaxes(0, 1) for x in block))
 

@@ -10,10 +10,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from dspark_jax.core.keys import request_key
+from dspark_jax.core.sharding import on_mesh, replicated
 from dspark_jax.engine import programs
 from dspark_jax.engine.config import EngineConfig
+from dspark_jax.engine.placement import check_divides, on_their_shardings, state_shardings, weight_shardings
 from dspark_jax.engine.requests import Request
 from dspark_jax.engine.state import Admission, Drafts, EngineState, Weights
 from dspark_jax.speculation.sampling import MAX_STOP_IDS, Draw, SamplingParams
@@ -27,22 +30,56 @@ class Programs:
     Args:
       models: the networks.
       config: shapes and scheduler.
-      weights: parameters.
+      weights: parameters; placed on the mesh, if they do not lie there yet.
+      mesh: devices that share every layer; None for one alone.
 
     Attributes:
       compiled: by name and static parameters.
       compile_s: seconds spent on compiling so far.
     """
 
-    def __init__(self, models: programs.Models, config: EngineConfig, weights: Weights):
-        self.models, self.config, self._weights = models, config, weights
+    def __init__(
+        self,
+        models: programs.Models,
+        config: EngineConfig,
+        weights: Weights,
+        *,
+        mesh: Mesh | None = None,
+    ):
+        self.models, self.config, self._mesh = models, config, mesh
         self.compiled: dict[tuple, Program] = {}
         self.compile_s = 0.0
-        self._state = jax.eval_shape(self.new_state)
-        self._drafts = None if models.drafter is None else jax.eval_shape(self.new_drafts)
+        self._state = jax.eval_shape(self._empty_state)
+        self._drafts = None if models.drafter is None else jax.eval_shape(self._empty_drafts)
+        self._state_shardings = self._everywhere = None
+        if mesh is not None:
+            check_divides(models, mesh.size)
+            self._everywhere = replicated(mesh)
+            self._state_shardings = state_shardings(self._state, mesh, config.total_pages(models.block_len))
+            weights = on_their_shardings(weights, weight_shardings(models, weights, mesh))
+            self._state = on_their_shardings(self._state, self._state_shardings)
+            self._drafts = on_their_shardings(self._drafts, self._everywhere)
+        self._weights = weights
+
+    @property
+    def weights(self) -> Weights:
+        """Parameters, where they lie."""
+        return self._weights
+
+    @property
+    def state(self) -> EngineState:
+        """Shapes of pages and slots."""
+        return self._state
 
     def new_state(self) -> EngineState:
         """Empty pages and slots."""
+        return jax.jit(self._empty_state, out_shardings=self._state_shardings)()
+
+    def new_drafts(self) -> Drafts:
+        """Nothing drafted yet."""
+        return jax.jit(self._empty_drafts, out_shardings=self._everywhere)()
+
+    def _empty_state(self) -> EngineState:
         return EngineState.create(
             self.models.target,
             self.models.drafter,
@@ -53,8 +90,7 @@ class Programs:
             dtype=self.config.dtype,
         )
 
-    def new_drafts(self) -> Drafts:
-        """Nothing drafted yet."""
+    def _empty_drafts(self) -> Drafts:
         assert self.models.drafter is not None
         return Drafts.create(
             slots=self.config.slots,
@@ -173,10 +209,21 @@ class Programs:
     def _program(self, name: tuple, function: Callable, donated: str | None, *args) -> Program:
         if name not in self.compiled:
             start_s = time.perf_counter()
-            jitted = jax.jit(function, donate_argnames=donated)
-            self.compiled[name] = jitted.lower(*args).compile()
+            jitted = jax.jit(function, donate_argnames=donated, out_shardings=self._out_shardings(name))
+            with on_mesh(self._mesh):
+                self.compiled[name] = jitted.lower(*args).compile()
             self.compile_s += time.perf_counter() - start_s
         return self.compiled[name]
+
+    def _out_shardings(self, name: tuple) -> Any:
+        """The next state lies as the last one did, results lie everywhere."""
+        match name[0]:
+            case "prefill" | "verify":
+                return (self._state_shardings, self._everywhere) if self._mesh else None
+            case "copy":
+                return self._state_shardings
+            case _:
+                return self._everywhere
 
 
 def sampling_row(request: Request) -> SamplingParams:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from dspark_jax.core.buckets import powers_of_two
 from dspark_jax.core.errors import InputError, require
+from dspark_jax.core.sharding import make_mesh
 from dspark_jax.drafters.contract import Drafter
 from dspark_jax.speculation.schedule import Algorithm1, Lagged, Scheduler
 from dspark_jax.speculation.verify_length import ConfidenceThreshold, FixedLength, FullBlock
@@ -42,13 +45,33 @@ class EngineConfig:
     """Stop tokens of a request that the device looks for; more are found on the host, a round later."""
     dtype: DTypeLike = jnp.float32
     """dtype of the caches and of what matrix products read."""
+    tensor: int = 1
+    """Devices that share every layer of target and drafter."""
 
     def __post_init__(self):
-        for name in ("slots", "max_context", "smallest_prefill", "prefill_tokens", "page_len", "num_stops"):
+        counts = "slots max_context smallest_prefill prefill_tokens page_len num_stops tensor"
+        for name in counts.split():
             if getattr(self, name) < 1:
                 raise InputError(
                     given=f"{name}={getattr(self, name)}", expected="at least 1", fix=f"raise {name}"
                 )
+
+    def mesh(self) -> Mesh | None:
+        """The first `tensor` devices; None for one alone.
+
+        Raises:
+          InputError: there are not so many.
+        """
+        if self.tensor == 1:
+            return None
+        devices = jax.devices()
+        require(
+            self.tensor <= len(devices),
+            given=f"tensor={self.tensor} with {len(devices)} devices",
+            expected="at most as many as there are",
+            fix="lower --tensor",
+        )
+        return make_mesh(tensor=self.tensor, devices=devices[: self.tensor])
 
     @property
     def prefill_buckets(self) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ class Engine:
         self.budgets: collections.Counter[int] = collections.Counter()
         G = self.models.block_len
         self._scaling_np = unscaled(G).astype(np.float32)
-        self._programs = Programs(self.models, config, weights)
+        self._programs = Programs(self.models, config, weights, mesh=config.mesh())
         self._state = self._drafts = None
         self._pool = PagePool(config.total_pages(G))
         self._table = table

@@ -116,7 +116,7 @@ def load_engine(
             *(() if directory is None else model_files(SafetensorsDirectory(directory).path)),
         ]
     )
-    loaded = load_target(target, dtype=config.dtype)
+    loaded = load_target(target, dtype=config.dtype, mesh=config.mesh())
     draft = None if directory is None else load_drafter(directory, dtype=config.dtype)
     chat = ChatTemplate.of(loaded.tokenizer, thinking=thinking)
     config = _with_a_policy_for(draft, config)

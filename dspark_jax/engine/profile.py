@@ -178,6 +178,7 @@ def fingerprint(programs: Programs) -> str:
         "block_len": models.block_len,
         "page_len": config.page_len,
         "shapes": [config.slots, config.max_context, type(config.policy).__name__],
+        "mesh": {"tensor": config.tensor},
         "versions": [jax.__version__, VERSION],
     }
     return hashlib.sha256(json.dumps(facts, default=repr, sort_keys=True).encode()).hexdigest()[:16]

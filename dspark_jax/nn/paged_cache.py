@@ -17,8 +17,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from dspark_jax.core.sharding import by_device, divided_over
 from dspark_jax.nn.attention import MASKED, product
 from dspark_jax.nn.paged_kernel import paged_attention_kernel
 
@@ -140,11 +142,14 @@ def attend_rows(
     kernel = functools.partial(paged_attention_kernel, window=window)
     plain = functools.partial(attend_rows_plain, rows_per_slot=rows_per_slot, window=window)
     arguments = (q_MNH, keys_PKSH, values_PKSH, table_BN, rows.slots_M, rows.positions_M, rows.places_M)
-    return jax.lax.platform_dependent(
-        *arguments,
+    run = functools.partial(
+        jax.lax.platform_dependent,
         tpu=lambda q, k, v, table, slots, positions, _: kernel(q, k, v, table, slots, positions),
         default=lambda q, k, v, table, *markers: plain(q, k, v, table, Rows(*markers)),
     )
+    by_head = PartitionSpec(None, divided_over("kv_heads", keys_PKSH.shape[1]) or None)
+    specs = (by_head, by_head, by_head, *[PartitionSpec()] * 4)
+    return by_device(run, specs, by_head)(*arguments)
 
 
 def attend_rows_plain(
@@ -297,6 +302,17 @@ def attend_blocks_paged(
     Returns:
       Mixed values [B, G, N, H], float32.
     """
+    heads = divided_over("kv_heads", keys_PKSH.shape[1]) or None
+    of_pages, of_rows, same = PartitionSpec(None, heads), PartitionSpec(None, None, heads), PartitionSpec()
+    specs = (of_rows, of_pages, of_pages, same, same, of_rows, of_rows, same)
+    return by_device(_attend_blocks, specs, of_rows)(
+        q_BGNH, keys_PKSH, values_PKSH, table_BN, ends_B, own_keys_BFKH, own_values_BFKH, own_mask_F
+    )
+
+
+def _attend_blocks(
+    q_BGNH, keys_PKSH, values_PKSH, table_BN, ends_B, own_keys_BFKH, own_values_BFKH, own_mask_F
+) -> Array:
     B, G, N, H = q_BGNH.shape
     K = keys_PKSH.shape[1]
     ends_BG = jnp.broadcast_to(ends_B[:, None], (B, G))

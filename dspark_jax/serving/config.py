@@ -85,6 +85,8 @@ class ServeConfig:
     """Address for --metrics-port; nobody but this machine can reach the default."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype in which the models run."""
+    tensor: int = 1
+    """Devices that share every layer of target and drafter (tensor parallelism)."""
     thinking: bool = False
     """Let targets think whose chat template leaves the choice."""
     self_check: bool = True

@@ -75,7 +75,11 @@ def _serve(config: ServeConfig, stop: Stop) -> ExitCode:
         target=config.target,
         drafter=config.drafter,
         config=EngineConfig(
-            slots=config.slots, max_context=config.max_context, policy=config.policy, dtype=config.dtype
+            slots=config.slots,
+            max_context=config.max_context,
+            policy=config.policy,
+            dtype=config.dtype,
+            tensor=config.tensor,
         ),
         check=config.self_check,
         thinking=config.thinking,

@@ -108,7 +108,7 @@ def test_the_command_prints_a_table_and_writes_it(tpu_devices, tmp_path, capsys,
 
 def test_unknown_devices_are_refused(tmp_path):
     with pytest.raises(InputError, match="v5e"):
-        command._device_kind("h100:8")
+        command.device_kind("h100:8")
     assert {"v5e", "v5p", "v6e", "tpu7x"} <= TPU_KINDS.keys()
     assert jnp.dtype(CONFIG.dtype) == jnp.bfloat16
 
