@@ -22,7 +22,6 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from dspark_jax.checkpoints.drafter_formats import (
-    SKETCHES,
     TEMPLATE,
     architecture,
     format_of,
@@ -33,6 +32,7 @@ from dspark_jax.checkpoints.drafter_formats import (
 from dspark_jax.checkpoints.hf_names import ParamSlot, flat_boxes, slots
 from dspark_jax.checkpoints.safetensors_files import MAX_SHARD_BYTES, write_tensors
 from dspark_jax.checkpoints.sources import SafetensorsDirectory
+from dspark_jax.checkpoints.tap_sketches import SKETCHES
 from dspark_jax.core.errors import InputError
 from dspark_jax.core.files import atomic_write
 from dspark_jax.drafters.contract import Drafter, Params, SharedWeights

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from dspark_jax.checkpoints.tap_sketches import SKETCH_SIZE
+from dspark_jax.checkpoints.tap_sketches import SKETCH_SIZE, SKETCHES
 from dspark_jax.core.errors import InputError, require
 from dspark_jax.drafters.config import (
     RNN,
@@ -37,8 +37,6 @@ LAYOUT = "sample_from_anchor"
 """The field that names the layout, as the `speculators` project calls it: true is anchor-first."""
 TEMPLATE = "trained_chat_template"
 """The field with the name of the chat template, and its mode, that a drafter was trained on. Only ours."""
-SKETCHES = "tap_sketches"
-"""The field with a sketch of what every tap read in training (`tap_sketches.py`). Only ours."""
 SHARED_FIELDS = frozenset(
     f"target_layer_ids num_target_layers draft_vocab_size {TEMPLATE} {SKETCHES}".split()
 )

@@ -1,8 +1,8 @@
-"""A few numbers by which a layer of a target is recognised: does a tap read the layer that it was trained on?
+"""A few numbers by which a layer of a target is recognised: does a tap read the layer it was trained on?
 
-One tap of several that is one layer off costs a drafter next to nothing, so no trial of it shows that. Training
-writes a sketch of what every tap reads on fixed tokens into config.json; at load all layers are sketched in
-one short pass, and compared.
+One tap of several that is one layer off costs a drafter next to nothing, so no trial of it shows that.
+Training writes a sketch of what every tap reads on fixed tokens into config.json; at load all layers are
+sketched in one short pass, and compared.
 
 A sketch is made of what a layer adds to the residual stream, not of the stream itself, which changes slowly,
 and of signed roots, since a few dimensions are huge. Similarity is the cosine. Measured on SmolLM2 (all 31
@@ -25,6 +25,8 @@ from dspark_jax.drafters.contract import Params
 from dspark_jax.targets.config import DecoderConfig
 from dspark_jax.targets.decoder import EMBEDDING_TAP, Decoder
 
+SKETCHES = "tap_sketches"
+"""The field of config.json that holds them. Only ours."""
 TOKENS = 16
 LAST = 4
 """Tokens of the sequence whose outputs are sketched: the first ones are unlike all others."""

@@ -242,8 +242,8 @@ def self_check(engine: Engine, target: LoadedTarget, draft: LoadedDrafter, chat:
       NaN when the engine has room for too little text.
 
     Raises:
-      InputError: the drafter was trained on another template or mode or on other layers, predicts no better than a guess, or
-        clearly better with something changed.
+      InputError: the drafter was trained on another template or mode or on other layers, predicts no
+        better than a guess, or clearly better with something changed.
     """
     _refuse_other_template(draft, chat)
     _refuse_other_layers(target, draft)
@@ -296,7 +296,8 @@ def _refuse_other_layers(target: LoadedTarget, draft: LoadedDrafter) -> None:
     if wrong := [match for match in matches if match.reads_another]:
         raise _mismatch(
             "; ".join(
-                f"tap {match.number} reads layer {match.layer}, the drafter was trained on layer {match.nearest}"
+                f"tap {match.number} reads layer {match.layer}, "
+                f"the drafter was trained on layer {match.nearest}"
                 for match in wrong
             ),
             "correct the taps of its checkpoint",

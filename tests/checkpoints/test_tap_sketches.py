@@ -1,4 +1,4 @@
-"""Layers are recognised by their sketches, whatever the dtype; another target is not taken for a wrong tap."""
+"""Layers are recognised by their sketches in any dtype; another target is not taken for a wrong tap."""
 
 from __future__ import annotations
 
