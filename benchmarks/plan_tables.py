@@ -46,16 +46,16 @@ class Case:
         return "-".join([self.target, self.topology.replace(":", "-"), *self.flags]).replace("--", "")
 
 
-def flags(*, fsdp: int, tensor: int, microbatches: int) -> tuple[str, ...]:
+def flags(*, fsdp: int, microbatches: int) -> tuple[str, ...]:
     """The mesh and how the batch of 512 is divided."""
-    return tuple(f"--mesh.fsdp {fsdp} --mesh.tensor {tensor} --microbatches {microbatches}".split())
+    return tuple(f"--mesh.fsdp {fsdp} --microbatches {microbatches}".split())
 
 
 CASES = (
-    Case(target="qwen3_4b", topology="v5e:4x4", flags=flags(fsdp=2, tensor=8, microbatches=256)),
-    Case(target="qwen3_4b", topology="v5p:2x2x2", flags=flags(fsdp=1, tensor=8, microbatches=512)),
-    Case(target="qwen3_14b", topology="v5p:4x4x4", flags=flags(fsdp=8, tensor=8, microbatches=64)),
-    Case(target="gemma4_12b", topology="v6e:4x4", flags=flags(fsdp=2, tensor=8, microbatches=256)),
+    Case(target="qwen3_4b", topology="v5e:4x4", flags=flags(fsdp=16, microbatches=32)),
+    Case(target="qwen3_4b", topology="v5p:2x2x2", flags=flags(fsdp=8, microbatches=16)),
+    Case(target="qwen3_14b", topology="v5p:4x4x4", flags=flags(fsdp=64, microbatches=4)),
+    Case(target="gemma4_12b", topology="v6e:4x4", flags=flags(fsdp=16, microbatches=32)),
 )
 
 

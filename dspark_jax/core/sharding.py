@@ -124,6 +124,24 @@ def axes_size(axes: tuple[str, ...]) -> int:
     return 1 if mesh.empty else int(np.prod([mesh.shape[name] for name in axes]))
 
 
+def whole_width(kernel: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    """A parameter about to be used on the mesh of `on_mesh`: what FSDP divides is gathered.
+
+    Left alone, the compiler multiplies the parts and adds up activations, which are larger than weights.
+    """
+    mesh = _mesh()
+    if mesh is None:
+        return kernel
+    used = tuple(None if axis is not None and RULES[axis] == RULES["embed"] else axis for axis in axes)
+    return jax.lax.with_sharding_constraint(kernel, partition_spec(mesh, used, kernel.shape))
+
+
+def by_sequence(x: jax.Array) -> jax.Array:
+    """An activation [B, ...] on the mesh of `on_mesh`: whole sequences lie on a device."""
+    axes = divided_over("batch", x.shape[0])
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(axes)) if axes else x
+
+
 def by_device(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """The function on each device's part of its arguments; the function itself without a mesh.
 

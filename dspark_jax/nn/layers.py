@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from dspark_jax.core.sharding import by_sequence, whole_width
 from dspark_jax.nn.config import Activation
 
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}
@@ -47,7 +48,7 @@ class Linear(nn.Module):
 
     def __call__(self, x: Array) -> Array:
         """[..., in] -> [..., out], float32."""
-        y = project(x, self.kernel, dtype=self.dtype)
+        y = project(x, whole_width(self.kernel, self.axes), dtype=self.dtype)
         return y + self.bias if self.use_bias else y
 
 
@@ -81,7 +82,7 @@ def embed(table_VD: Array, tokens: Array, scale: float = 1.0) -> Array:
     The scale is rounded to the table's dtype, as it was when Gemma was trained (bfloat16: 62 for D = 3840).
     """
     rounded = jnp.asarray(scale, table_VD.dtype).astype(jnp.float32)
-    return table_VD[tokens].astype(jnp.float32) * rounded
+    return by_sequence(table_VD[tokens]).astype(jnp.float32) * rounded
 
 
 def soft_cap(logits: Array, cap: float | None) -> Array:

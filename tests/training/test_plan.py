@@ -64,6 +64,17 @@ def test_the_step_compiles_for_tpus_without_gathering_the_vocabulary(tpu_devices
     assert plan.flops > 2 * plan.tokens * 2 * 256 * 512 * 3 * 2  # the target's MLPs alone
 
 
+def test_fsdp_gathers_weights_and_never_adds_up_activations():
+    """Left alone, the compiler multiplies what every device has of a matrix by the rows of all devices."""
+    config = dataclasses.replace(CONFIG, data=DataConfig(batch_size=16, max_length=1024, num_anchors=8))
+    target = decoder_config_from_hf(TARGET | {"vocab_size": 512})
+    mesh = make_mesh(fsdp=4, devices=jax.devices()[:4])
+    found = plan_step(dataclasses.replace(config, mesh=MeshConfig(fsdp=4)), target, mesh).collectives
+    activations_bytes = 4 * 16 * 1024 * 256
+    assert "all-gather" in found
+    assert max(kind.largest_bytes for kind in found.values()) < activations_bytes
+
+
 def _drafter_shapes(target):
     from dspark_jax.drafters.registry import make_drafter
 
