@@ -88,6 +88,7 @@ def test_a_feature_store_and_a_given_drafter_change_only_where_a_run_starts(
     target = load_target(target_directory)
     taps, layers_LS = first.drafter.config.taps, layer_sketches(target.config, target.params)
     for draft in (first, second):  # both record what their taps read
+        assert draft.tap_sketches_CS is not None
         np.testing.assert_allclose(draft.tap_sketches_CS, sketches_of(taps, layers_LS), atol=0.02)
 
 
