@@ -32,6 +32,7 @@ from dspark_jax.checkpoints.drafter_formats import (
 from dspark_jax.checkpoints.hf_names import ParamSlot, flat_boxes, slots
 from dspark_jax.checkpoints.safetensors_files import MAX_SHARD_BYTES, write_tensors
 from dspark_jax.checkpoints.sources import SafetensorsDirectory
+from dspark_jax.checkpoints.tap_sketches import SKETCHES
 from dspark_jax.core.errors import InputError
 from dspark_jax.core.files import atomic_write
 from dspark_jax.drafters.contract import Drafter, Params, SharedWeights
@@ -54,6 +55,7 @@ class LoadedDrafter:
       head_DV: its own LM head, or None.
       template: name of the chat template that it was trained on, in its mode; None where the file does not
         say it.
+      tap_sketches_CS: sketches of what its taps read in training, or None.
     """
 
     drafter: Drafter
@@ -62,6 +64,7 @@ class LoadedDrafter:
     embedding_VD: Array | None
     head_DV: Array | None
     template: str | None = None
+    tap_sketches_CS: np.ndarray | None = None
 
     def shared_weights(self, embedding_VD: Array, head_DV: Array, scaling: TokenScaling) -> SharedWeights:
         """The embedding and LM head to draft with: its own where it has them, else the target's."""
@@ -90,6 +93,7 @@ def save_drafter(
     target_hf_config: Mapping[str, Any],
     num_anchors: int,
     template: str | None = None,
+    tap_sketches_CS: np.ndarray | None = None,
     dtype: DTypeLike = jnp.bfloat16,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
@@ -103,12 +107,14 @@ def save_drafter(
       target_hf_config: the target's config.json; all of its fields are kept.
       num_anchors: anchors per sequence in training, recorded as DeepSpec does.
       template: name of the chat template that rendered its training data, or None if unknown.
+      tap_sketches_CS: sketches of what its taps read in training (`tap_sketches.py`), or None if unknown.
       dtype: dtype in the file.
       max_shard_bytes: above this size the weights are written as shards with an index.
     """
     of_target = text_config(target_hf_config)
     own = {**own_fields(drafter.config), "num_anchors": num_anchors}
     own |= {} if template is None else {TEMPLATE: template}
+    own |= {} if tap_sketches_CS is None else {SKETCHES: tap_sketches_CS.tolist()}
     if problem := mask_problem(own.get("mask_token_id"), of_target):
         raise InputError(
             given=problem, expected="a token that never occurs in text", fix="choose another one"
@@ -155,6 +161,7 @@ def load_drafter(path: str | Path, *, dtype: DTypeLike = jnp.float32) -> LoadedD
         return jnp.asarray(np.ascontiguousarray(array_np.T if transpose else array_np), dtype)
 
     flat = {slot.path: read(name, slot.transpose) for name, slot in drafter_slots(drafter).items()}
+    sketches = source.config.get(SKETCHES)
     return LoadedDrafter(
         drafter=drafter,
         params=traverse_util.unflatten_dict(flat),
@@ -162,6 +169,7 @@ def load_drafter(path: str | Path, *, dtype: DTypeLike = jnp.float32) -> LoadedD
         embedding_VD=read(EMBEDDING, transpose=False) if EMBEDDING in present else None,
         head_DV=read(LM_HEAD, transpose=True) if LM_HEAD in present else None,
         template=source.config.get(TEMPLATE),
+        tap_sketches_CS=None if sketches is None else np.asarray(sketches),
     )
 
 

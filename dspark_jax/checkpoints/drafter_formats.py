@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from dspark_jax.checkpoints.tap_sketches import SKETCH_SIZE, SKETCHES
 from dspark_jax.core.errors import InputError, require
 from dspark_jax.drafters.config import (
     RNN,
@@ -36,7 +37,9 @@ LAYOUT = "sample_from_anchor"
 """The field that names the layout, as the `speculators` project calls it: true is anchor-first."""
 TEMPLATE = "trained_chat_template"
 """The field with the name of the chat template, and its mode, that a drafter was trained on. Only ours."""
-SHARED_FIELDS = frozenset(f"target_layer_ids num_target_layers draft_vocab_size {TEMPLATE}".split())
+SHARED_FIELDS = frozenset(
+    f"target_layer_ids num_target_layers draft_vocab_size {TEMPLATE} {SKETCHES}".split()
+)
 """Fields of every class."""
 DFLASH_FIELD = "dflash_config"
 DFLASH = ("mask_token_id", "target_layer_ids", "block_size")
@@ -255,6 +258,8 @@ def read_config(hf: Fields) -> tuple[DrafterConfig | None, list[str]]:
         problems.append("no field 'target_layer_ids'")
     elif depth is not None and max(taps) >= depth:
         problems.append(f"target_layer_ids {taps} of a target with {depth} layers")
+    if taps and SKETCHES in hf and not _are_sketches(hf[SKETCHES], len(taps)):
+        problems.append(f"{SKETCHES} that are not {SKETCH_SIZE} numbers for each of {len(taps)} taps")
     if problem := mask_problem(hf.get("mask_token_id"), hf):
         problems.append(problem)
     config = None
@@ -276,6 +281,14 @@ def mask_problem(mask_token: int | None, hf: Fields) -> str | None:
     """Padding as mask token: other engines give it no embedding, or mask its rows out."""
     is_padding = mask_token is not None and mask_token == hf.get("pad_token_id")
     return f"mask_token_id {mask_token}, the padding id" if is_padding else None
+
+
+def _are_sketches(value: Any, num_taps: int) -> bool:
+    rows = value if isinstance(value, list) else []
+    return len(rows) == num_taps and all(
+        isinstance(row, list) and len(row) == SKETCH_SIZE and all(isinstance(x, int | float) for x in row)
+        for row in rows
+    )
 
 
 def with_lifted_dflash(hf: Fields) -> Fields:

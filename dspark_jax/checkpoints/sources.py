@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from safetensors import safe_open
 
+from dspark_jax.checkpoints.tap_sketches import SKETCHES
 from dspark_jax.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ class SafetensorsDirectory:
 
     @functools.cached_property
     def _identity(self) -> str:
-        return fingerprint(self.config, ((name, self.shape(name), self._head(name)) for name in self.names()))
+        config = {name: value for name, value in self.config.items() if name != SKETCHES}  # about the target
+        return fingerprint(config, ((name, self.shape(name), self._head(name)) for name in self.names()))
 
     def _head(self, name: str) -> bytes:
         stored = self._stored[name]

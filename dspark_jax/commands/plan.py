@@ -166,9 +166,8 @@ def _resolve(config: Plan) -> tuple[TrainConfig, DecoderConfig]:
         mesh=config.mesh,
         feature_store=Path("store") if config.feature_store else None,
     )
-    return run_config, target_dimensions(
-        config.recipe, config.target, config.target_config, run_config.target
-    )
+    given = (config.recipe, config.target, config.target_config)
+    return run_config, target_dimensions(*given, run_config.target)
 
 
 def target_dimensions(recipe: Path, name: str, path: Path | None, checkpoint: str) -> DecoderConfig:

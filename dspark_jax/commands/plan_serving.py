@@ -73,8 +73,8 @@ def report(plan: ServingPlan, config: PlanServing) -> str:
     """The table for a terminal."""
     kind = device_kind(config.topology)
     lines = [
-        f"{config.target} with the drafter of {config.recipe} on {config.topology}, devices of {kind.hbm_gib:g} "
-        f"GiB; {config.slots} requests of up to {config.max_context} tokens, {config.dtype}",
+        f"{config.target} with the drafter of {config.recipe} on {config.topology}, devices of "
+        f"{kind.hbm_gib:g} GiB; {config.slots} requests of up to {config.max_context} tokens, {config.dtype}",
         "",
         "fits" if plan.fits else "DOES NOT FIT",
         "",

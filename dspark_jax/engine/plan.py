@@ -64,9 +64,7 @@ def plan_serving(
     """
     programs = Programs(models, config, abstract_weights(models, models.dtype), mesh=mesh)
     R, chunk = config.slots, config.prefill_buckets[-1]
-    compile_of = {
-        f"prefill {config.prefill_buckets[-1]}": lambda: programs.prefill(config.prefill_buckets[-1], draw)
-    }
+    compile_of = {f"prefill {chunk}": lambda: programs.prefill(chunk, draw)}
     if models.drafter is not None:
         compile_of[f"draft R={R}"] = lambda: programs.draft(R, draw)
     for M in rows:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 from jax import Array
 
 from dspark_jax.checkpoints.drafter import LoadedDrafter
+from dspark_jax.checkpoints.tap_sketches import layer_sketches, match_taps
 from dspark_jax.checkpoints.targets import LoadedTarget
 from dspark_jax.core.buckets import round_up
 from dspark_jax.core.errors import InputError
@@ -31,6 +33,8 @@ from dspark_jax.drafters.registry import make_drafter
 from dspark_jax.engine.conversations import CONVERSATIONS
 from dspark_jax.engine.engine import Engine
 from dspark_jax.targets.decoder import Decoder, embedding_table, lm_head_kernel
+
+log = logging.getLogger(__name__)
 
 LENGTH_MULTIPLE = 32
 SMALLEST_WINDOW = 8
@@ -238,10 +242,11 @@ def self_check(engine: Engine, target: LoadedTarget, draft: LoadedDrafter, chat:
       NaN when the engine has room for too little text.
 
     Raises:
-      InputError: the drafter was trained on another template or mode, predicts no better than a guess, or
-        clearly better with something changed.
+      InputError: the drafter was trained on another template or mode or on other layers, predicts no
+        better than a guess, or clearly better with something changed.
     """
     _refuse_other_template(draft, chat)
+    _refuse_other_layers(target, draft)
     trial = Trial(target, draft, chat, max_tokens=engine.config.max_context)
     drafter = draft.drafter
     declared_BAG = trial.accepted(drafter)
@@ -279,6 +284,29 @@ def _refuse_other_template(draft: LoadedDrafter, chat: ChatTemplate) -> None:
         raise _mismatch(
             f"a drafter that was trained on {draft.template}, for {chat.name}: its template looks wrong",
             "serve the mode that it was trained on (--thinking), or train one on this mode",
+        )
+
+
+def _refuse_other_layers(target: LoadedTarget, draft: LoadedDrafter) -> None:
+    """Compares what the taps read with what they read in training, where the checkpoint records that."""
+    if draft.tap_sketches_CS is None:
+        return
+    layers_LS = layer_sketches(target.config, target.params)
+    matches = match_taps(draft.drafter.config.taps, draft.tap_sketches_CS, layers_LS)
+    if wrong := [match for match in matches if match.reads_another]:
+        raise _mismatch(
+            "; ".join(
+                f"tap {match.number} reads layer {match.layer}, "
+                f"the drafter was trained on layer {match.nearest}"
+                for match in wrong
+            ),
+            "correct the taps of its checkpoint",
+        )
+    if unlike := [match for match in matches if not match.recognised]:
+        log.warning(
+            "the drafter was trained with another target, or with other weights of it: %s (1 is the same, "
+            "other layers are below 0.6); output is right, but less of it may be accepted",
+            ", ".join(f"layer {match.layer} is alike to {match.similarity:.2f}" for match in unlike),
         )
 
 

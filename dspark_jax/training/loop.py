@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from dspark_jax.checkpoints.drafter import save_drafter
+from dspark_jax.checkpoints.tap_sketches import layer_sketches, sketches_of
 from dspark_jax.checkpoints.targets import LoadedTarget, load_target
 from dspark_jax.checkpoints.train_state import Retention, TrainCheckpoints, restore_checkpoint
 from dspark_jax.core.distributed import (
@@ -94,6 +95,7 @@ def train(
     target = load_target(config.target, dtype=config.target_dtype or config.dtype, mesh=mesh)
     if inputs.cache is not None:
         check_cache(inputs.cache, target, mesh)
+    tap_sketches_CS = sketches_of(drafter.config.taps, layer_sketches(target.config, target.params))
     frozen = _frozen(config, target, inputs.vocabulary_np, mesh)
     checkpoints = TrainCheckpoints(config.checkpoint_dir, keep=_retention(config))
     own_step = checkpoints.latest_step()
@@ -174,7 +176,7 @@ def train(
                 }
                 checkpoints.save(step, state, beside, watch.means_since_save())
                 if not stopped:
-                    _export(config, target, inputs, gather(state.params, mesh))
+                    _export(config, target, inputs, gather(state.params, mesh), tap_sketches_CS)
                     exported_step = step
                 clock.lap("save")
             progress.update()
@@ -184,7 +186,7 @@ def train(
         return None
     # 4. Again, for a run that was killed between its last checkpoint and the export.
     if exported_step != config.steps:
-        _export(config, target, inputs, gather(state.params, mesh))
+        _export(config, target, inputs, gather(state.params, mesh), tap_sketches_CS)
     return config.run_dir / "drafter"
 
 
@@ -247,6 +249,7 @@ def _export(
     target: LoadedTarget,
     inputs: RunInputs,
     params_np: Params,
+    tap_sketches_CS: np.ndarray,
 ) -> None:
     """Writes the drafter, in process 0."""
     on_main(
@@ -259,5 +262,6 @@ def _export(
             target_hf_config=target.hf_config,
             num_anchors=config.data.num_anchors,
             template=inputs.template,
+            tap_sketches_CS=tap_sketches_CS,
         )
     )

@@ -14,6 +14,8 @@ from flax import traverse_util
 from safetensors.numpy import load_file, save_file
 
 from dspark_jax.checkpoints.drafter import load_drafter, save_drafter
+from dspark_jax.checkpoints.sources import SafetensorsDirectory
+from dspark_jax.checkpoints.tap_sketches import SKETCH_SIZE
 from dspark_jax.core.errors import InputError
 from dspark_jax.drafters.config import Layout
 from dspark_jax.nn.config import TokenScaling
@@ -101,6 +103,23 @@ def test_the_template_of_the_training_data_stays_with_the_drafter(tmp_path):
     for template in (None, "chat(enable_thinking=False)"):
         save(tmp_path, tiny, template=template)
         assert load_drafter(tmp_path).template == template
+
+
+def test_sketches_of_the_taps_stay_with_the_drafter(tmp_path):
+    tiny = tiny_drafter(target_of())
+    save(tmp_path, tiny)
+    assert load_drafter(tmp_path).tap_sketches_CS is None
+    identity = SafetensorsDirectory(tmp_path).identity()
+    sketches_CS = np.linspace(-1, 1, TAPS * SKETCH_SIZE).round(2).reshape(TAPS, -1)
+    save(tmp_path, tiny, tap_sketches_CS=sketches_CS)
+    np.testing.assert_array_equal(load_drafter(tmp_path).tap_sketches_CS, sketches_CS)
+    assert SafetensorsDirectory(tmp_path).identity() == identity, (
+        "calibrations of the same weights stay valid"
+    )
+    for wrong in ([], sketches_CS[1:].tolist(), sketches_CS[:, 1:].tolist(), [["0"] * SKETCH_SIZE] * TAPS, 5):
+        rewrite(tmp_path, fields={"tap_sketches": wrong})
+        with pytest.raises(InputError, match=f"not {SKETCH_SIZE} numbers for each of {TAPS} taps"):
+            load_drafter(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from dspark_jax.checkpoints.drafter import LoadedDrafter
+from dspark_jax.checkpoints.tap_sketches import layer_sketches, sketches_of
 from dspark_jax.checkpoints.targets import LoadedTarget
 from dspark_jax.core.errors import InputError
 from dspark_jax.data.chat import ChatTemplate
@@ -82,6 +83,13 @@ def pair(short_texts, quick_compiles) -> Pair:
     return Pair(target=target, draft=learnt_by_heart(target, draft), engine=engine)
 
 
+@pytest.fixture(scope="module")
+def recorded(pair) -> Pair:
+    """The same with sketches of what its taps read."""
+    sketches_CS = sketches_of((0, 2), layer_sketches(pair.target.config, pair.target.params))
+    return dataclasses.replace(pair, draft=dataclasses.replace(pair.draft, tap_sketches_CS=sketches_CS))
+
+
 def learnt_by_heart(target: LoadedTarget, draft: LoadedDrafter) -> LoadedDrafter:
     """The drafter after some steps on every anchor of the trial itself."""
     trial = Trial(target, draft, ChatTemplate.of(target.tokenizer), max_tokens=MAX_CONTEXT)
@@ -120,6 +128,34 @@ def test_one_tap_off_by_one(pair, monkeypatch):
     monkeypatch.setattr(module, "DOING_BADLY", 1)
     with pytest.raises(InputError, match=r"with taps \(0, 2\): its taps looks wrong"):
         pair.check(taps=(0, 3))
+
+
+@pytest.mark.parametrize(
+    ("taps", "diagnosis"),
+    [
+        ((-1, 2), "tap 0 reads layer -1, the drafter was trained on layer 0;"),
+        ((1, 2), "tap 0 reads layer 1, the drafter was trained on layer 0;"),
+        ((0, 1), "tap 1 reads layer 1, the drafter was trained on layer 2;"),
+        ((0, 3), "tap 1 reads layer 3, the drafter was trained on layer 2;"),
+        ((2, 0), "layer 0; tap 1 reads layer 0, the drafter was trained on layer 2;"),
+    ],
+)
+def test_one_tap_off_by_one_as_the_checkpoint_says(recorded, taps, diagnosis):
+    with pytest.raises(InputError) as refusal:
+        recorded.check(taps=taps)
+    assert diagnosis.rstrip(";") in str(refusal.value) and "--no-self-check" in str(refusal.value)
+
+
+def test_taps_as_the_checkpoint_says_them_pass(recorded, caplog):
+    assert recorded.check() > 2
+    assert not caplog.records
+
+
+def test_another_target_than_in_training_is_said(recorded, caplog):
+    strange_CS = recorded.draft.tap_sketches_CS[:, ::-1]
+    draft = dataclasses.replace(recorded.draft, tap_sketches_CS=strange_CS)
+    assert dataclasses.replace(recorded, draft=draft).check() > 2
+    assert "was trained with another target" in caplog.text
 
 
 def test_the_other_layout(pair):

@@ -12,6 +12,7 @@ import pytest
 
 from dspark_jax.checkpoints.drafter import load_drafter
 from dspark_jax.checkpoints.shipped import shipped_drafter
+from dspark_jax.checkpoints.tap_sketches import layer_sketches, match_taps
 from dspark_jax.checkpoints.targets import load_target
 from dspark_jax.core.errors import InputError
 from dspark_jax.data.chat import ChatTemplate
@@ -106,3 +107,15 @@ def test_all_prompts_in_one_batch(smollm2, plain):
 
     accepted = [accepted for request in requests for accepted in request.accepted_per_round]
     assert np.mean(accepted) > 0.5, "the drafter hardly ever agrees, so this showed little"
+
+
+def test_a_single_tap_off_by_one_is_named(smollm2):
+    declared = smollm2.draft.drafter.config.taps
+    layers_LS = layer_sketches(smollm2.target.config, smollm2.target.params)
+    for number in range(len(declared)):
+        for off in (declared[number] - 1, declared[number] + 1):
+            taps = (*declared[:number], off, *declared[number + 1 :])
+            for match in match_taps(taps, smollm2.draft.tap_sketches_CS, layers_LS):
+                assert match.nearest == declared[match.number]
+                assert match.reads_another == (match.number == number)
+                assert match.recognised == (match.number != number)

@@ -13,6 +13,8 @@ import pytest
 from jax import tree
 
 from dspark_jax.checkpoints.drafter import LoadedDrafter, load_drafter, save_drafter
+from dspark_jax.checkpoints.tap_sketches import layer_sketches, sketches_of
+from dspark_jax.checkpoints.targets import load_target
 from dspark_jax.commands import cache_features
 from dspark_jax.core.errors import InputError
 from dspark_jax.data.pipeline import DataConfig
@@ -72,7 +74,9 @@ def train_once(make_config, on_devices) -> Callable[..., tuple[dict, LoadedDraft
     return run
 
 
-def test_a_feature_store_and_a_given_drafter_change_only_where_a_run_starts(train_once, store, tmp_path):
+def test_a_feature_store_and_a_given_drafter_change_only_where_a_run_starts(
+    train_once, store, target_directory, tmp_path
+):
     online, first = train_once(tmp_path / "online")
     given = tmp_path / "online" / "drafter"
     stored, second = train_once(tmp_path / "stored", feature_store=store, init_from=given)
@@ -81,6 +85,11 @@ def test_a_feature_store_and_a_given_drafter_change_only_where_a_run_starts(trai
     np.testing.assert_allclose(stored["loss"], online["loss"], rtol=1e-2)
     assert stored["rows"] == online["rows"] > 100
     assert first.template == second.template == "chat()"
+    target = load_target(target_directory)
+    taps, layers_LS = first.drafter.config.taps, layer_sketches(target.config, target.params)
+    for draft in (first, second):  # both record what their taps read
+        assert draft.tap_sketches_CS is not None
+        np.testing.assert_allclose(draft.tap_sketches_CS, sketches_of(taps, layers_LS), atol=0.02)
 
 
 def test_a_given_drafter_keeps_its_own_vocabulary(make_config, tmp_path):
