@@ -108,7 +108,7 @@ def report(plan: StepPlan, run_config: TrainConfig, kind: DeviceKind, config: Pl
         "all together": plan.total_bytes,
     }
     lines += [f"  {name:28s}{gib(size)}" for name, size in memory.items()]
-    lines += ["", "collectives (one inside a loop counts once)"]
+    lines += ["", "collectives"]
     lines += [
         f"  {name:20s}{found.count:5d} x, {found.total_bytes / 2**20:10.1f} MiB, largest "
         f"{found.largest_bytes / 2**20:.1f} MiB"

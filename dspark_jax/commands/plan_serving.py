@@ -81,7 +81,7 @@ def report(plan: ServingPlan, config: PlanServing) -> str:
         f"  weights{'':17s}{gib(plan.weight_bytes)}",
         f"  pages and slots{'':9s}{gib(plan.page_bytes)}",
         "",
-        f"  {'program':24s}{'temporary':>12s}{'all together':>13s}  collectives (in a loop: once)",
+        f"  {'program':24s}{'temporary':>12s}{'all together':>13s}  collectives",
     ]
     for program in plan.programs:
         moved = ", ".join(

@@ -29,6 +29,10 @@ _DTYPE_BYTES = {
 }
 _OPERATION = re.compile(rf"= (.+?) ({'|'.join(COLLECTIVES)})(?:-start)?\(")
 _MADE = re.compile(r"= (\(?[a-z]+\d*\[.*?) (?!parameter|get-tuple-element|tuple|while|conditional)[a-z-]+\(")
+# Computations of a compiled program, what a line of one calls, and how often a loop turns.
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*?\{$(.*?)^\}", re.MULTILINE | re.DOTALL)
+_CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
+_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _SHAPE = re.compile(r"([a-z]+\d*)\[([\d,]*)\]")
 
 
@@ -101,9 +105,10 @@ def _of_dot(equation: Any) -> MatmulCost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-    """All collectives of one kind in a compiled program; one inside a loop counts once."""
+    """All collectives of one kind in a compiled program."""
 
     count: int
+    """Times that one is run; what is in a loop of unknown length counts once."""
     largest_bytes: int
     """Bytes of the largest result on one device."""
     total_bytes: int
@@ -111,12 +116,28 @@ class Collective:
 
 
 def collectives(compiled: jax.stages.Compiled) -> dict[str, Collective]:
-    """Collectives of a compiled program by kind."""
-    found: dict[str, list[int]] = collections.defaultdict(list)
-    for shapes, kind in _OPERATION.findall(compiled.as_text() or ""):
-        found[kind].append(sum(map(_shape_bytes, _SHAPE.findall(shapes))))
+    """Collectives of a compiled program by kind, as often as they run."""
+    bodies = {name: body for _, name, body in _COMPUTATION.findall(compiled.as_text() or "")}
+    runs: collections.Counter[str] = collections.Counter()
+
+    def run(name: str, times: int) -> None:
+        runs[name] += times
+        for line in bodies.get(name, "").splitlines():
+            turns = _TURNS.search(line)
+            for called in _CALLED.findall(line):
+                run(called, times * (int(turns.group(1)) if turns else 1))
+
+    run(next(name for entry, name, _ in _COMPUTATION.findall(compiled.as_text() or "") if entry), 1)
+    found: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
+    for name, times in runs.items():
+        for shapes, kind in _OPERATION.findall(bodies.get(name, "")):
+            found[kind].append((times, sum(map(_shape_bytes, _SHAPE.findall(shapes)))))
     return {
-        kind: Collective(count=len(sizes), largest_bytes=max(sizes), total_bytes=sum(sizes))
+        kind: Collective(
+            count=sum(times for times, _ in sizes),
+            largest_bytes=max(size for _, size in sizes),
+            total_bytes=sum(times * size for times, size in sizes),
+        )
         for kind, sizes in sorted(found.items())
     }
 

@@ -50,9 +50,7 @@ class StepPlan:
     """Tokens of a step, padding included."""
 
     def roofline_s(self, kind: DeviceKind, devices: int) -> dict[str, float]:
-        """Seconds of a step if each resource alone were the limit; traffic within loops is counted, but
-        collectives within loops are counted once.
-        """
+        """Seconds of a step if each resource alone were the limit."""
         link_bytes = sum(found.total_bytes for found in self.collectives.values())
         return {
             "arithmetic": self.flops / devices / (kind.bf16_tflops * 1e12),

@@ -69,3 +69,17 @@ def test_collectives_and_bytes_of_a_sharded_program():
     (found,) = collectives(compiled).items()
     assert found[0] == "all-reduce" and found[1].count == 1 and found[1].total_bytes == 4 * 4
     assert device_bytes({"x": x, "y": jax.ShapeDtypeStruct((3,), jnp.bfloat16)}) == 4 * 8 * 4 + 6
+
+
+def test_collectives_in_a_loop_count_as_often_as_it_turns():
+    mesh = make_mesh(data=4, devices=jax.devices()[:4])
+    divided, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+
+    def function(w, x):
+        def body(x, _):
+            return jnp.tanh(jax.lax.with_sharding_constraint(x @ w, whole)), None
+
+        return jax.lax.scan(body, x, length=7)[0]
+
+    compiled = jax.jit(function, in_shardings=(divided, whole)).lower(W, X).compile()
+    assert collectives(compiled)["all-reduce"].count == 7
