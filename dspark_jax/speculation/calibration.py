@@ -11,6 +11,7 @@ only. N rounds, G positions.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import numpy as np
@@ -22,6 +23,8 @@ TEMPERATURES = np.geomspace(0.2, 5.0, 161)
 """What the fit tries; 1 is among them."""
 SHIFTS = np.linspace(-3.0, 3.0, 61)
 """What the fit tries for each temperature, if it may; 0 is among them."""
+COARSE = 5
+"""Only every so many values of both are tried at first; those that change nothing are among them."""
 
 
 def survived(accepted_np: np.ndarray, block_len: int) -> np.ndarray:
@@ -69,19 +72,33 @@ def fit_scaling(
             expected="the same [rounds, G], with at least one round",
             fix="collect full-block rounds on held-out prompts first",
         )
-    grid = itertools.product(TEMPERATURES, SHIFTS if shifted else (0.0,))
-    by_change = sorted(grid, key=lambda pair: abs(np.log(pair[0])) + abs(pair[1]))
     before_N = np.ones(len(logits_np))
     scaling = []
     for logits_N, survived_N in zip(logits_np.T, survived_np.T, strict=True):
-        errors = [
-            expected_calibration_error(before_N * _sigmoid(logits_N / T + shift), survived_N, bins=bins)
-            for T, shift in by_change
-        ]
-        T, shift = by_change[int(np.argmin(errors))]
+        best_of = functools.partial(_best, logits_N, before_N, survived_N, bins)
+        if shifted:  # roughly everywhere, then finely around the best
+            T, shift = best_of(TEMPERATURES[::COARSE], SHIFTS[::COARSE])
+            T, shift = best_of(_around(TEMPERATURES, T), _around(SHIFTS, shift))
+        else:
+            T, shift = best_of(TEMPERATURES, (0.0,))
         scaling.append((T, shift))
         before_N = before_N * _sigmoid(logits_N / T + shift)
     return np.array(scaling).T
+
+
+def _best(logits_N, before_N, survived_N, bins: int, temperatures, shifts) -> tuple[float, float]:
+    """The temperature and the shift of the smallest ECE."""
+    grid = sorted(itertools.product(temperatures, shifts), key=lambda at: abs(np.log(at[0])) + abs(at[1]))
+    errors = [
+        expected_calibration_error(before_N * _sigmoid(logits_N / T + shift), survived_N, bins=bins)
+        for T, shift in grid
+    ]
+    return grid[int(np.argmin(errors))]
+
+
+def _around(values: np.ndarray, centre: float) -> np.ndarray:
+    at = int(np.argmin(np.abs(values - centre)))
+    return values[max(at - COARSE, 0) : at + COARSE + 1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -30,6 +30,7 @@ def compilations(caplog) -> Iterator[list[str]]:
         names += [message.split()[1] for message in messages if message.startswith("Compiling ")]
 
 
+@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize(
     ("name", "policy"), [("markov", Lagged()), (None, FullBlock())], ids=["lagged", "plain"]
 )
