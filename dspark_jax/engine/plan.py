@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from tqdm import tqdm
 
 from dspark_jax.core.program_costs import Collective, collectives, device_bytes
 from dspark_jax.drafters.contract import SharedWeights
@@ -72,7 +73,10 @@ def plan_serving(
     return ServingPlan(
         weight_bytes=device_bytes(programs.weights),
         page_bytes=device_bytes(programs.state),
-        programs=[_planned(name, compile_, programs) for name, compile_ in compile_of.items()],
+        programs=[
+            _planned(name, compile_, programs)
+            for name, compile_ in tqdm(compile_of.items(), desc="compiling", unit="program")
+        ],
     )
 
 
