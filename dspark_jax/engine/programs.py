@@ -184,6 +184,7 @@ def draft(
     # A request of padding has no context, so that it costs little.
     positions_R = jnp.where(slots_R < len(state.active_B), positions_R, 0)
     keys_R = round_keys(keys_R, positions_R, Purpose.DRAFT)
+    draft_to_target_V = weights.shared.draft_to_target_V
     # The laws of divided logits wait until the block is drawn: a sum over devices would be one per token.
     laws_later = draw == Draw.TEMPERATURE and bool(divided_over("vocab", drafter.config.vocab_size))
 
@@ -202,16 +203,15 @@ def draft(
             return sample_logits(row_keys_R, logits_RV, sampling.temperature_B), logits_RV
         # Filters need the whole row: on a mesh it is gathered, once.
         draw_whole = by_device(draw_row, PartitionSpec(), PartitionSpec())
-        return draw_whole(
-            logits_RV, row_keys_R, sampling, positions_R + 1 + k, weights.shared.draft_to_target_V
-        )
+        return draw_whole(logits_RV, row_keys_R, sampling, positions_R + 1 + k, draft_to_target_V)
 
     paging = Paging(table_RN, slots_R, Rows.ragged(positions_R, jnp.zeros_like(positions_R), 0), 0)
     block = drafter.draft(
         weights.drafter, weights.shared, state.context, anchors_R, positions_R, sampler, paging
     )
     if laws_later:
-        block = block.replace(probs_BGV=distribution(block.probs_BGV, sampling, draw=draw))
+        laws_BGV = distribution(block.probs_BGV, sampling, draw=draw)
+        block = dataclasses.replace(block, probs_BGV=laws_BGV)
     q_RG = block.probs_BGV[..., 0]
     probs_BGV = drafts.probs_BGV
     if draw != Draw.GREEDY:

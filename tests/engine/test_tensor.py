@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
@@ -75,7 +76,7 @@ def test_shards_draw_what_the_whole_vocabulary_draws(vocab_size):
     logits = jnp.asarray(rng.normal(0, 3, (64, vocab_size)), jnp.float32).at[0].set(1.0)
     temperature = jnp.asarray(rng.choice([0.0, 0.05, 1.0, 3.0], 64), jnp.float32)
     keys = jax.random.split(jax.random.key(1), 64)
-    options = SamplingParams.greedy(64).replace(temperature_B=temperature)
+    options = dataclasses.replace(SamplingParams.greedy(64), temperature_B=temperature)
     wanted = sample(keys, distribution(logits, options, draw=Draw.TEMPERATURE))
 
     mesh = make_mesh(tensor=8)
