@@ -20,6 +20,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "embed": ("fsdp",),
     "vocab": ("tensor",),
+    "token": ("tensor",),  # rows of a table that a sequential head looks up
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
@@ -88,6 +89,11 @@ def param_sharding(
 ) -> NamedSharding:
     """The sharding of an array with these logical axes."""
     return NamedSharding(mesh, partition_spec(mesh, axes, shape))
+
+
+def serving_axes(axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
+    """Logical axes of a parameter while serving: a head's table is whole, looking up is no collective."""
+    return tuple(None if axis == "token" else axis for axis in axes)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from dspark_jax.core.sharding import whole
 from dspark_jax.nn.config import BlockConfig, TokenScaling
 from dspark_jax.nn.layers import embed, project, soft_cap
 from dspark_jax.nn.paged_cache import Paging
@@ -64,10 +63,6 @@ class SharedWeights:
     def unembed(self, hidden: Array, *, dtype: DTypeLike) -> Array:
         """Hidden states [..., D] -> draft logits [..., V], read in `dtype`, float32."""
         return soft_cap(project(hidden, self.head_DV, dtype=dtype), self.scaling.softcap)
-
-    def draft_logits(self, hidden: Array, *, dtype: DTypeLike) -> Array:
-        """`unembed`, whole on every device: what follows draws from them token by token."""
-        return whole(self.unembed(hidden, dtype=dtype))
 
     def draft_ids(self, target_ids: Array) -> Array:
         """Target ids -> draft ids, -1 where the drafter cannot propose the token."""

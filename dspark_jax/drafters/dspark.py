@@ -72,7 +72,7 @@ class DSparkNetwork(nn.Module):
     ) -> DraftBlock:
         """Samples the block left to right with `lax.scan`; q_k is taken after the sequential head."""
         hidden_GBD = whole(hidden_BGD.swapaxes(0, 1))
-        base_GBV = shared.draft_logits(hidden_GBD, dtype=self.dtype)
+        base_GBV = shared.unembed(hidden_GBD, dtype=self.dtype)
 
         def step(carry, row):
             state, prev_B = carry

@@ -254,7 +254,7 @@ class Eagle3(TrainingView):
         def body(carry, slot):
             chains, tokens_B = carry
             chains, hidden_B1D = step(chains, tokens_B[:, None], slot)
-            ids_B, probs_BV = sampler(shared.draft_logits(hidden_B1D[:, 0], dtype=self.dtype), slot)
+            ids_B, probs_BV = sampler(shared.unembed(hidden_B1D[:, 0], dtype=self.dtype), slot)
             tokens_B = shared.target_ids(ids_B)
             return (chains, tokens_B), (ids_B, tokens_B, probs_BV)
 

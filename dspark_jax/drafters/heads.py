@@ -41,7 +41,7 @@ class MarkovHead(nn.Module):
 
     def setup(self):
         V, R = self.target_vocab_size, self.rank
-        self.w1 = parameter(self, "w1", kernel_init, ("vocab", "rank"), V, R)
+        self.w1 = parameter(self, "w1", kernel_init, ("token", "rank"), V, R)
         # W2 starts at zero, so that training starts from the bare backbone.
         self.w2 = parameter(self, "w2", nn.initializers.zeros, ("rank", "vocab"), R, self.vocab_size)
         self.setup_mixing()

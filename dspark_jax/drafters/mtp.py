@@ -308,7 +308,7 @@ class MTP(TrainingView):
                         drafted[number],
                     )
             hidden_BD = self._apply(params, "head_input", slot, latest[slot])
-            ids_B, probs_BV = sampler(shared.draft_logits(hidden_BD, dtype=self.dtype), jnp.asarray(slot))
+            ids_B, probs_BV = sampler(shared.unembed(hidden_BD, dtype=self.dtype), jnp.asarray(slot))
             proposed.append((ids_B, shared.target_ids(ids_B), probs_BV))
         ids_BG, tokens_BG, probs_BGV = (jnp.stack(x, axis=1) for x in zip(*proposed, strict=True))
         return DraftBlock(ids_BG, tokens_BG, probs_BGV, jnp.zeros(tokens_BG.shape))

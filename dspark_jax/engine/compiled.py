@@ -16,7 +16,13 @@ from dspark_jax.core.keys import request_key
 from dspark_jax.core.sharding import on_mesh, replicated
 from dspark_jax.engine import programs
 from dspark_jax.engine.config import EngineConfig
-from dspark_jax.engine.placement import check_divides, on_their_shardings, state_shardings, weight_shardings
+from dspark_jax.engine.placement import (
+    check_divides,
+    draft_shardings,
+    on_their_shardings,
+    state_shardings,
+    weight_shardings,
+)
 from dspark_jax.engine.requests import Request
 from dspark_jax.engine.state import Admission, Drafts, EngineState, Weights
 from dspark_jax.speculation.sampling import MAX_STOP_IDS, Draw, SamplingParams
@@ -51,14 +57,16 @@ class Programs:
         self.compile_s = 0.0
         self._state = jax.eval_shape(self._empty_state)
         self._drafts = None if models.drafter is None else jax.eval_shape(self._empty_drafts)
-        self._state_shardings = self._everywhere = None
+        self._state_shardings = self._draft_shardings = self._everywhere = None
         if mesh is not None:
             check_divides(models, mesh.size)
             self._everywhere = replicated(mesh)
             self._state_shardings = state_shardings(self._state, mesh, config.total_pages(models.block_len))
             weights = on_their_shardings(weights, weight_shardings(models, weights, mesh))
             self._state = on_their_shardings(self._state, self._state_shardings)
-            self._drafts = on_their_shardings(self._drafts, self._everywhere)
+            if self._drafts is not None:
+                self._draft_shardings = draft_shardings(self._drafts, mesh)
+                self._drafts = on_their_shardings(self._drafts, self._draft_shardings)
         self._weights = weights
 
     @property
@@ -77,7 +85,7 @@ class Programs:
 
     def new_drafts(self) -> Drafts:
         """Nothing drafted yet."""
-        return jax.jit(self._empty_drafts, out_shardings=self._everywhere)()
+        return jax.jit(self._empty_drafts, out_shardings=self._draft_shardings)()
 
     def _empty_state(self) -> EngineState:
         return EngineState.create(
@@ -222,6 +230,8 @@ class Programs:
                 return (self._state_shardings, self._everywhere) if self._mesh else None
             case "copy":
                 return self._state_shardings
+            case "draft":
+                return self._draft_shardings
             case _:
                 return self._everywhere
 

@@ -1,8 +1,8 @@
 """Where the arrays of an engine lie when several devices share every layer (tensor parallelism).
 
 Weights are cut as in training, pages by kv heads where these divide; everything else is whole on every
-device. So is the sequential head: its loop over the slots of a block then needs no device to wait for
-another, and the logits of the backbone are gathered once, before it.
+device. So is the table that a sequential head looks up; logits stay divided by vocabulary, and each drafted
+token costs one exchange of candidates (`speculation/shard_sampling.py`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax.checkpoints.hf_names import flat_boxes
 from dspark_jax.core.errors import InputError
-from dspark_jax.core.sharding import param_sharding, replicated
-from dspark_jax.drafters.contract import Drafter
+from dspark_jax.core.sharding import param_sharding, replicated, serving_axes
 from dspark_jax.engine.programs import Models
-from dspark_jax.engine.state import EngineState, Weights
+from dspark_jax.engine.state import Drafts, EngineState, Weights
 from dspark_jax.targets.decoder import Decoder
-
-HEAD = "head"
-"""Parameters of a sequential head stand under this name."""
 
 
 def check_divides(models: Models, devices: int) -> None:
@@ -52,7 +48,9 @@ def weight_shardings(models: Models, weights: Weights, mesh: Mesh) -> Weights:
     shared, whole = weights.shared, replicated(mesh)
     return Weights(
         target=target,
-        drafter=_drafter_shardings(models.drafter, weights.drafter, mesh),
+        drafter=_param_shardings(
+            jax.eval_shape(models.drafter.init, jax.random.key(0)), weights.drafter, mesh
+        ),
         shared=dataclasses.replace(
             shared,
             embedding_VD=param_sharding(mesh, ("vocab", "embed"), shared.embedding_VD.shape),
@@ -62,17 +60,11 @@ def weight_shardings(models: Models, weights: Weights, mesh: Mesh) -> Weights:
     )
 
 
-def _drafter_shardings(drafter: Drafter, params: Any, mesh: Mesh) -> Any:
-    found = _param_shardings(jax.eval_shape(drafter.init, jax.random.key(0)), params, mesh)
-    whole = {HEAD: jax.tree.map(lambda _: replicated(mesh), params[HEAD])} if HEAD in params else {}
-    return {**found, **whole}
-
-
 def _param_shardings(boxed: Any, params: Any, mesh: Mesh) -> Any:
     boxes = flat_boxes(boxed)
     flat: dict[Any, Any] = dict(traverse_util.flatten_dict(params))
     return traverse_util.unflatten_dict(
-        {path: param_sharding(mesh, boxes[path].names, x.shape) for path, x in flat.items()}
+        {path: param_sharding(mesh, serving_axes(boxes[path].names), x.shape) for path, x in flat.items()}
     )
 
 
@@ -85,6 +77,12 @@ def state_shardings(state: EngineState, mesh: Mesh, num_pages: int) -> EngineSta
         return NamedSharding(mesh, PartitionSpec())
 
     return jax.tree.map(sharding, state)
+
+
+def draft_shardings(drafts: Drafts, mesh: Mesh) -> Drafts:
+    """Where drafts belong: the laws by vocabulary, the rest everywhere."""
+    shardings: Any = jax.tree.map(lambda _: replicated(mesh), drafts)
+    return shardings.replace(probs_BGV=param_sharding(mesh, (None, None, "vocab"), drafts.probs_BGV.shape))
 
 
 def on_their_shardings(tree: Any, shardings: Any) -> Any:

@@ -16,9 +16,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from dspark_jax.core.keys import Purpose, round_keys
+from dspark_jax.core.sharding import by_device, divided_over
 from dspark_jax.drafters.contract import Drafter
 from dspark_jax.engine.state import (
     Admission,
@@ -49,6 +51,7 @@ from dspark_jax.speculation.schedule import (
     algorithm1,
     predicted_survival,
 )
+from dspark_jax.speculation.shard_sampling import best, sample_logits
 from dspark_jax.speculation.verify_length import verify_lengths
 from dspark_jax.targets.config import DecoderConfig
 from dspark_jax.targets.decoder import Decoder, TargetOutput
@@ -182,24 +185,33 @@ def draft(
     positions_R = jnp.where(slots_R < len(state.active_B), positions_R, 0)
     keys_R = round_keys(keys_R, positions_R, Purpose.DRAFT)
     draft_to_target_V = weights.shared.draft_to_target_V
+    # The laws of divided logits wait until the block is drawn: a sum over devices would be one per token.
+    laws_later = draw == Draw.TEMPERATURE and bool(divided_over("vocab", drafter.config.vocab_size))
+
+    def draw_row(logits_RV, keys_R, sampling, positions_R, draft_to_target_V) -> tuple[Array, Array]:
+        probs_RV = distribution(
+            logits_RV, sampling, draw=draw, positions=positions_R, draft_to_target_V=draft_to_target_V
+        )
+        return sample(keys_R, probs_RV), probs_RV
 
     def sampler(logits_RV: Array, k: Array) -> tuple[Array, Array]:
         if draw == Draw.GREEDY:
-            ids_R = jnp.argmax(logits_RV, axis=-1).astype(jnp.int32)
-            return ids_R, jnp.where(jnp.isfinite(logits_RV.max(-1)), 1.0, jnp.nan)[:, None]
-        probs_RV = distribution(
-            logits_RV,
-            sampling,
-            draw=draw,
-            positions=positions_R + 1 + k,
-            draft_to_target_V=draft_to_target_V,
-        )
-        return sample(jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys_R, k), probs_RV), probs_RV
+            ids_R, highest_R = best(logits_RV)
+            return ids_R, jnp.where(jnp.isfinite(highest_R), 1.0, jnp.nan)[:, None]
+        row_keys_R = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys_R, k)
+        if laws_later:
+            return sample_logits(row_keys_R, logits_RV, sampling.temperature_B), logits_RV
+        # Filters need the whole row: on a mesh it is gathered, once.
+        draw_whole = by_device(draw_row, PartitionSpec(), PartitionSpec())
+        return draw_whole(logits_RV, row_keys_R, sampling, positions_R + 1 + k, draft_to_target_V)
 
     paging = Paging(table_RN, slots_R, Rows.ragged(positions_R, jnp.zeros_like(positions_R), 0), 0)
     block = drafter.draft(
         weights.drafter, weights.shared, state.context, anchors_R, positions_R, sampler, paging
     )
+    if laws_later:
+        laws_BGV = distribution(block.probs_BGV, sampling, draw=draw)
+        block = dataclasses.replace(block, probs_BGV=laws_BGV)
     q_RG = block.probs_BGV[..., 0]
     probs_BGV = drafts.probs_BGV
     if draw != Draw.GREEDY:

@@ -140,21 +140,24 @@ def sample(keys_B: Array, probs_BV: Array) -> Array:
     B, V = probs_BV.shape
     size = math.isqrt(V - 1) + 1
     groups_BNS = jnp.pad(probs_BV, ((0, 0), (0, -V % size))).reshape(B, -1, size)
-    group_keys_B, token_keys_B = jnp.moveaxis(jax.vmap(jax.random.split)(keys_B), 1, 0)
-    group_B = _gumbel_max(group_keys_B, groups_BNS.sum(-1))
+    group_noise_BN, token_noise_BS = draw_noise(keys_B, groups_BNS.shape[1], size)
+    group_B = jnp.argmax(jnp.log(groups_BNS.sum(-1)) + group_noise_BN, axis=-1)
     within_BS = jnp.take_along_axis(groups_BNS, group_B[:, None, None], axis=1)[:, 0]
-    return (group_B * size + _gumbel_max(token_keys_B, within_BS)).astype(jnp.int32)
+    return (group_B * size + jnp.argmax(jnp.log(within_BS) + token_noise_BS, axis=-1)).astype(jnp.int32)
 
 
-def _gumbel_max(keys_B: Array, weights_BN: Array) -> Array:
-    """argmax(log w + g) per row: index i with probability w_i / sum w.
+def draw_noise(keys_B: Array, num_groups: int, size: int) -> tuple[Array, Array]:
+    """Gumbel noise [B, num_groups] for the groups of `sample`, and [B, size] for the tokens of one.
 
-    The noise is drawn in the high-resolution mode: the default one is capped near 16, so it would never draw
-    anything of probability under about 1e-7.
+    Drawn in the high-resolution mode: the default one is capped near 16, so it would never draw anything of
+    probability under about 1e-7.
     """
-    N = weights_BN.shape[1]
-    gumbel_BN = jax.vmap(lambda key: jax.random.gumbel(key, (N,), jnp.float32, mode="high"))(keys_B)
-    return jnp.argmax(jnp.log(weights_BN) + gumbel_BN, axis=-1)
+
+    def noise(keys_B: Array, number: int) -> Array:
+        return jax.vmap(lambda key: jax.random.gumbel(key, (number,), jnp.float32, mode="high"))(keys_B)
+
+    group_keys_B, token_keys_B = jnp.moveaxis(jax.vmap(jax.random.split)(keys_B), 1, 0)
+    return noise(group_keys_B, num_groups), noise(token_keys_B, size)
 
 
 def _filter_threshold(weights: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:

@@ -33,14 +33,18 @@ class TinyEngines:
     block_len = 3
     drafters = ("markov", "gated", "rnn", "reduced", "dflash")
 
-    def __init__(self, vocab_size: int):
-        self.vocab_size = vocab_size
+    def __init__(self, vocab_size: int, **fields):
+        self.vocab_size, self.fields = vocab_size, fields
 
     @functools.cached_property
     def target(self) -> TinyTarget:
         """The target: the last token tells much about the next one, but far from everything."""
         target = tiny_target(
-            vocab_size=self.vocab_size, num_hidden_layers=2, tie_word_embeddings=False, seed=11
+            vocab_size=self.vocab_size,
+            num_hidden_layers=2,
+            tie_word_embeddings=False,
+            seed=11,
+            **self.fields,
         )
         for layer in ("layers_0", "layers_1"):
             target.params[layer]["attention"]["o"]["kernel"] *= 0.3

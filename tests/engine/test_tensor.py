@@ -1,19 +1,25 @@
-"""Several devices share every layer: the same tokens, and none waits for another inside a block."""
+"""Several devices share every layer: the same tokens, and one exchange per drafted token."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from dspark_jax.core.errors import InputError
+from dspark_jax.core.program_costs import COLLECTIVES
+from dspark_jax.core.sharding import make_mesh, on_mesh, replicated
 from dspark_jax.engine.config import EngineConfig
-from dspark_jax.speculation.sampling import Draw
+from dspark_jax.speculation.sampling import Draw, SamplingParams, distribution, sample
+from dspark_jax.speculation.shard_sampling import best, sample_logits
+
+from .conftest import TinyEngines
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-COLLECTIVE = re.compile(r"= \S+ (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)")
 
 
 @pytest.mark.parametrize("name", ["markov", "gated", "eagle3", "mtp", "reduced"])
@@ -30,13 +36,58 @@ def test_draws_are_those_of_one_device(tiny, name):
     assert tiny.answers(alone, requests[0]) == tiny.answers(shared, requests[1])
 
 
-@pytest.mark.parametrize("name", ["markov", "gated", "rnn"])
-def test_no_device_waits_for_another_inside_the_block(tiny, name):
-    engine = tiny.engine(name, slots=4, tensor=2)
-    engine.programs.draft(4, Draw.FILTERED)
-    text = engine.programs.compiled["draft", 4, Draw.FILTERED].as_text()
-    loops, entry = text.split("ENTRY")
-    assert COLLECTIVE.search(entry) and not COLLECTIVE.search(loops)
+def test_eight_devices_draw_what_one_does():
+    wide = TinyEngines(16, num_attention_heads=8, num_key_value_heads=8)
+    answers = []
+    for tensor in (1, 8):
+        requests = wide.requests((3, 9, 1), temperature=1.0, max_new_tokens=8)
+        requests[1].sampling = wide.requests()[1].sampling  # a greedy one among them
+        answers.append(wide.answers(wide.engine("gated", slots=2, tensor=tensor), requests))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "draw"),
+    [("markov", Draw.GREEDY), ("gated", Draw.TEMPERATURE), ("rnn", Draw.TEMPERATURE), ("rnn", Draw.FILTERED)],
+)
+def test_a_drafted_token_is_one_exchange(tiny, name, draw):
+    programs = tiny.engine(name, slots=2, tensor=2).programs
+    programs.draft(2, draw)
+    loops = collectives_in_loops(programs.compiled["draft", 2, draw].as_text())
+    # One of the loops draws the block; attention walks over pages in the others, and exchanges nothing.
+    assert sorted(loops)[-2:] in ([0, 1], [1])
+
+
+def collectives_in_loops(hlo: str) -> list[int]:
+    """Of every `while` of a compiled program: how many collectives its body has, in whatever it calls."""
+    bodies = dict(re.findall(r"^(?:ENTRY )?%?([\w.-]+) \(.*?\{$(.*?)^\}", hlo, re.MULTILINE | re.DOTALL))
+
+    def count(name: str) -> int:
+        called = set(re.findall(r"%([\w.-]+)", bodies[name])) & bodies.keys() - {name}
+        own = re.findall(rf" (?:{'|'.join(COLLECTIVES)})(?:-start)?\(", bodies[name])
+        return len(own) + sum(map(count, called))
+
+    return [count(name) for name in re.findall(r" while\(.*?body=%?([\w.-]+)", hlo)]
+
+
+@pytest.mark.parametrize("vocab_size", [16, 1064])  # groups of 4 and 33 tokens: most lie on two devices
+def test_shards_draw_what_the_whole_vocabulary_draws(vocab_size):
+    rng = np.random.default_rng(vocab_size)
+    logits = jnp.asarray(rng.normal(0, 3, (64, vocab_size)), jnp.float32).at[0].set(1.0)
+    temperature = jnp.asarray(rng.choice([0.0, 0.05, 1.0, 3.0], 64), jnp.float32)
+    keys = jax.random.split(jax.random.key(1), 64)
+    options = dataclasses.replace(SamplingParams.greedy(64), temperature_B=temperature)
+    wanted = sample(keys, distribution(logits, options, draw=Draw.TEMPERATURE))
+
+    mesh = make_mesh(tensor=8)
+    placed = jax.device_put((keys, logits, temperature), replicated(mesh))
+    with on_mesh(mesh):
+        drawn = jax.jit(sample_logits)(*placed)
+        ids, highest = jax.jit(best)(placed[1])
+
+    np.testing.assert_array_equal(drawn, wanted)
+    np.testing.assert_array_equal(ids, logits.argmax(-1))
+    np.testing.assert_array_equal(highest, logits.max(-1))
 
 
 def test_pages_and_weights_are_divided(tiny):
@@ -46,7 +97,8 @@ def test_pages_and_weights_are_divided(tiny):
     assert pages.addressable_shards[0].data.shape[1] == pages.shape[1] // 2
     kernel = weights.target["layers_0"]["mlp"]["up"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // 2
-    assert weights.drafter["head"]["w2"].is_fully_replicated
+    head = weights.drafter["head"]
+    assert head["w1"].is_fully_replicated and not head["w2"].is_fully_replicated
 
 
 def test_what_cannot_be_divided_is_refused(tiny):
