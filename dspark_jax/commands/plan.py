@@ -33,6 +33,8 @@ class Plan:
     """Target of the recipe, as `train.py --target` takes it."""
     topology: str
     """TPU topology, such as v5e:4x4, v5p:2x2x2, v6e:4x4 or tpu7x:2x2x1."""
+    slices: int = 1
+    """Slices of this topology, connected by a network; they lie along the data axis (--mesh.data)."""
     target_config: Path | None = None
     """config.json of the target; default: targets/TARGET.json beside the recipe, else its checkpoint's."""
     mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(data=1, fsdp=-1))
@@ -62,7 +64,7 @@ class Plan:
 def run(config: Plan) -> None:
     """Compiles, prints the table and the advice, and writes the JSON file."""
     run_config, target = _resolve(config)
-    devices = tpu_devices(config.topology)
+    devices = tpu_devices(config.topology, config.slices)
     kind = device_kind(config.topology)
     mesh = make_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor, devices=devices)
     plan = plan_step(run_config, target, mesh)

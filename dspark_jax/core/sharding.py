@@ -33,8 +33,11 @@ RULES: dict[str, tuple[str, ...]] = {
 def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices=None) -> Mesh:
     """A mesh over (data, fsdp, tensor); one size may be -1 and takes the remaining devices.
 
+    Slices of a TPU pod that only a network connects are parts of the data axis: nothing but gradients
+    crosses between them.
+
     Raises:
-      InputError: the sizes do not multiply to the number of devices.
+      InputError: the sizes do not multiply to the number of devices, or slices do not divide the data axis.
     """
     devices = jax.devices() if devices is None else devices
     sizes = [data, fsdp, tensor]
@@ -47,7 +50,23 @@ def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices=None) ->
             expected="sizes whose product is the number of devices",
             fix="set one of the sizes to -1, or pass fewer devices",
         )
-    return Mesh(np.asarray(devices).reshape(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return Mesh(_slice_by_slice(devices, sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def _slice_by_slice(devices: Any, sizes: list[int]) -> np.ndarray:
+    slices: dict[int, list[Any]] = {}
+    for device in devices:
+        # Other platforms number their machines so, which are no reason to keep parameters apart.
+        number = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
+        slices.setdefault(number, []).append(device)
+    if sizes[0] % len(slices):
+        raise InputError(
+            given=f"mesh data={sizes[0]} over {len(slices)} slices",
+            expected="a multiple of the number of slices, which lie along the data axis",
+            fix=f"set --mesh.data to {len(slices)} or a multiple",
+        )
+    parts = [np.asarray(slices[number]).reshape(-1, *sizes[1:]) for number in sorted(slices)]
+    return np.concatenate(parts).reshape(sizes)
 
 
 def partition_spec(

@@ -20,11 +20,12 @@ ENVIRONMENT = {
 }
 
 
-def tpu_devices(topology: str) -> Sequence[Any]:
+def tpu_devices(topology: str, slices: int = 1) -> Sequence[Any]:
     """Devices of a TPU topology, for shardings of programs that are compiled and never run.
 
     Args:
       topology: such as "v5e:4x4", "v5p:2x2x1" or "tpu7x:2x2x1".
+      slices: so many of them, connected by a network.
 
     Raises:
       InputError: no TPU compiler is installed, or it does not know the topology.
@@ -38,7 +39,8 @@ def tpu_devices(topology: str) -> Sequence[Any]:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+        several = {"num_slices": slices} if slices > 1 else {}
+        return topologies.get_topology_desc(platform="tpu", topology_name=topology, **several).devices
     except (RuntimeError, ValueError) as error:  # jax's own messages name the legal topologies
         raise InputError(
             given=f"topology {topology!r}: {error}",

@@ -75,6 +75,18 @@ def test_weights_travel_and_activations_stay_where_weights_are_cut(tpu_devices):
     assert plan.collectives["all-reduce"].total_bytes < 2 * gradients
 
 
+def test_slices_lie_along_the_data_axis(tpu_devices):
+    devices = tpu_devices("v5e:2x2", slices=2)
+    mesh = make_mesh(data=2, fsdp=2, tensor=2, devices=devices[::-1])
+    assert [{d.slice_index for d in part.flat} for part in mesh.devices] == [{0}, {1}]
+
+    data = dataclasses.replace(CONFIG.data, batch_size=8)
+    plan = plan_step(dataclasses.replace(CONFIG, data=data), decoder_config_from_hf(TARGET), mesh)
+    assert plan.fits and "all-reduce" in plan.collectives
+    with pytest.raises(InputError, match="mesh data=1 over 2 slices"):
+        make_mesh(fsdp=-1, devices=devices)
+
+
 def _drafter_shapes(target):
     from dspark_jax.drafters.registry import make_drafter
 
