@@ -123,7 +123,12 @@ def test_a_domain_falls_back_and_comes_back(tiny, plain_engine, monkeypatch, cap
 
 @pytest.mark.parametrize(
     ("policy", "watched"),
-    [(FullBlock(), False), (ConfidenceThreshold(threshold=0.3), False), (Lagged(), True), (Algorithm1(), True)],
+    [
+        (FullBlock(), False),
+        (ConfidenceThreshold(threshold=0.3), False),
+        (Lagged(), True),
+        (Algorithm1(), True),
+    ],
     ids=str,
 )
 def test_predictions_are_watched_where_lengths_depend_on_them(tiny, policy, watched):

@@ -14,9 +14,7 @@ from dspark_jax.serving.summary import Latencies, Summary, Tally
 
 def finished(tokens: int, *rounds: tuple[int, int], domain: str | None = None) -> Request:
     """A request with these (accepted, verified) draft tokens in its rounds."""
-    request = Request(
-        id="a", prompt_tokens=[1], max_new_tokens=1, domain=domain, _status=Status.FINISHED
-    )
+    request = Request(id="a", prompt_tokens=[1], max_new_tokens=1, domain=domain, _status=Status.FINISHED)
     request.emitted = [0] * tokens
     for accepted, verified in rounds:
         request.accepted_per_round.append(accepted)

@@ -26,7 +26,9 @@ def scaling(temperature: float = 1.0, shift: float = 0.0) -> np.ndarray:
     return np.stack([np.full(G, temperature), np.full(G, shift)])
 
 
-def simulate(rng: np.random.Generator, count: int, *, full: bool = False, rate: float | None = None) -> Rounds:
+def simulate(
+    rng: np.random.Generator, count: int, *, full: bool = False, rate: float | None = None
+) -> Rounds:
     """Rounds in which c_k = sigmoid(z_k) is the truth, or `rate` is, whatever z_k says.
 
     Lengths follow the predictions, as a scheduler's do: the hopeful positions are verified.
