@@ -143,7 +143,7 @@ class Programs:
             np.zeros(requests, bool),
             np.int32(0),
             np.zeros(requests * G + 1, np.float32),
-            np.ones((2, G), np.float32),
+            np.ones((requests, 2, G), np.float32),
         )
         program = self._program(("select", requests), function, None, *arguments)
         return lambda state, *rest: program(state.active_B, *rest)

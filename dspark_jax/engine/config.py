@@ -16,6 +16,7 @@ from dspark_jax.core.sharding import make_mesh
 from dspark_jax.drafters.contract import Drafter
 from dspark_jax.speculation.schedule import Algorithm1, Lagged, Scheduler
 from dspark_jax.speculation.verify_length import ConfidenceThreshold, FixedLength, FullBlock
+from dspark_jax.speculation.watch import Watch
 
 ROWS_PER_REQUEST = (1, 1.5, 2, 3, 4, 6, 8, 12, 16)
 """Declared target rows of a step, as multiples of its requests, where a scheduler may choose."""
@@ -45,6 +46,8 @@ class EngineConfig:
     """Stop tokens of a request that the device looks for; more are found on the host, a round later."""
     dtype: DTypeLike = jnp.float32
     """dtype of the caches and of what matrix products read."""
+    watch: Watch | None = dataclasses.field(default_factory=Watch)
+    """When predictions of a scheduler that lives by them count as wrong; None trusts them for ever."""
     tensor: int = 1
     """Devices that share every layer of target and drafter."""
 
@@ -113,6 +116,11 @@ class EngineConfig:
     def decides_on_device(self) -> bool:
         """Whether lengths depend on what the drafter says."""
         return not isinstance(self.policy, FullBlock | FixedLength)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether lengths depend on how likely it is that drafts are accepted."""
+        return isinstance(self.policy, Lagged | Algorithm1)
 
     def longest(self, block_len: int) -> int:
         """Most drafted tokens of a request that are ever verified."""

@@ -26,11 +26,11 @@ from dspark_jax.engine.programs import Models
 from dspark_jax.engine.requests import Mode, Request, Status
 from dspark_jax.engine.seats import InFlight, Seat, logprobs_of
 from dspark_jax.engine.state import RoundResult, Weights
-from dspark_jax.speculation.calibration import unscaled
 from dspark_jax.speculation.cost import CostTable
 from dspark_jax.speculation.sampling import Draw
 from dspark_jax.speculation.schedule import Algorithm1, Lagged
 from dspark_jax.speculation.verify_length import FixedLength, FullBlock
+from dspark_jax.speculation.watch import Change, Rounds
 from dspark_jax.targets.config import DecoderConfig
 
 __all__ = ["Engine", "EngineConfig"]
@@ -54,7 +54,7 @@ class Engine:
     Attributes:
       models: the networks.
       counters: what happened that should not happen often: "preemptions", "unusable_drafts",
-        "drafter_raised", "shared_tokens".
+        "drafter_raised", "shared_tokens", and what became of the calibration (`watch.Change`).
       budgets: how often each number of drafted tokens was verified in a round.
 
     Raises:
@@ -82,12 +82,13 @@ class Engine:
         self.counters: collections.Counter[str] = collections.Counter()
         self.budgets: collections.Counter[int] = collections.Counter()
         G = self.models.block_len
-        self._scaling_np = unscaled(G).astype(np.float32)
         self._programs = Programs(self.models, config, weights, mesh=config.mesh())
         self._state = self._drafts = None
         self._pool = PagePool(config.total_pages(G))
         self._table = table
         self._planner = Planner(config, G, self.cost_table)
+        if self._planner.watches:
+            self.counters.update({change.value: 0 for change in Change})
         self._queue: collections.deque[Request] = collections.deque()
         self._seats: list[Seat | None] = [None] * config.slots
         self._arrivals = 0
@@ -169,7 +170,7 @@ class Engine:
                 expected=f"{shape[1]} positive temperatures and {shape[1]} shifts",
                 fix="calibrate this drafter with `dspark calibrate`",
             )
-        self._scaling_np = scaling_np
+        self._planner.calibrate(scaling_np)
 
     def free_memory(self) -> None:
         """Lets go of pages and slots while there is no work; what is compiled stays.
@@ -358,7 +359,8 @@ class Engine:
         draw = max(seat.request.draw for seat in seats)
         context = max(seat.position for seat in seats) + 1
         speculative_np = np.array([seat.request.mode is Mode.SPECULATIVE for seat in seats])
-        plan = self._planner.plan(slots, speculative_np, min(context, self.config.max_context))
+        domains = [seat.request.domain for seat in seats]
+        plan = self._planner.plan(slots, speculative_np, min(context, self.config.max_context), domains)
         drafted_np = plan.drafted_np
         drafting = [seat for seat, drafts in zip(seats, drafted_np, strict=True) if drafts]
         if drafting and not self._draft(drafting, draw):
@@ -381,7 +383,7 @@ class Engine:
                     in_step_np,
                     np.int32(budget or 0),
                     self._planner.round_ms(R, len(seats), min(context, self.config.max_context)),
-                    self._scaling_np,
+                    self._planner.scaling(domains, R),
                 )
                 if budget is None:
                     budget = int(np.asarray(lengths_R).sum())
@@ -488,3 +490,15 @@ class Engine:
         usable_np = item.drafted_np & ~unusable_np & kept_np
         survival_np = np.asarray(result.survival_RG[: len(item.seats)])
         self._planner.note([seat.slot for seat in item.seats], usable_np, survival_np)
+        self._judge(item.seats, usable_np, result)
+
+    def _judge(self, seats: list[Seat], usable_np: np.ndarray, result: RoundResult) -> None:
+        n = len(seats)
+        rounds = Rounds(
+            logits_np=np.asarray(result.confidence_logits_RG[:n]),
+            verified_np=np.asarray(result.verified_R[:n]) * usable_np,
+            accepted_np=np.asarray(result.accepted_R[:n]),
+        )
+        for finding in self._planner.judge([seat.request.domain for seat in seats], rounds):
+            self.counters[finding.change.value] += 1
+            log.warning("%s", finding)

@@ -12,6 +12,7 @@ from dspark_jax.engine.config import EngineConfig
 from dspark_jax.speculation.cost import CostTable
 from dspark_jax.speculation.schedule import Algorithm1, Lagged, ScheduleMemory
 from dspark_jax.speculation.verify_length import ConfidenceThreshold, FixedLength
+from dspark_jax.speculation.watch import PROBE_TOKENS, CalibrationWatch, Finding, Rounds, Watch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,18 +40,50 @@ class Planner:
 
     def __init__(self, config: EngineConfig, block_len: int, table: Callable[[], CostTable]):
         self._config, self._block_len, self._table = config, block_len, table
+        self._watch = CalibrationWatch(config.watch or Watch(), block_len=block_len)
         self._memory = None
         if isinstance(config.policy, Lagged):
             self._memory = ScheduleMemory(config.policy, slots=config.slots, block_len=block_len)
 
-    def plan(self, slots: Sequence[int], drafting_np: np.ndarray, context: int) -> Plan:
+    @property
+    def watches(self) -> bool:
+        """Whether predictions are held against what comes."""
+        return self._config.watch is not None and self._config.predicts
+
+    def calibrate(self, scaling_np: np.ndarray) -> None:
+        """Predicts by this scaling [2, G] from now on."""
+        self._watch.calibrate(scaling_np)
+
+    def scaling(self, domains: Sequence[str | None], requests: int) -> np.ndarray:
+        """The scalings [R, 2, G] by which survivals of a step of R requests are predicted.
+
+        Args:
+          domains: of its n requests; the others are padding.
+          requests: R.
+        """
+        padded = [*domains, *[None] * (requests - len(domains))]
+        return np.array([self._watch.scaling(domain) for domain in padded], np.float32)
+
+    def plan(
+        self,
+        slots: Sequence[int],
+        drafting_np: np.ndarray,
+        context: int,
+        domains: Sequence[str | None],
+    ) -> Plan:
         """The next round.
 
         Args:
           slots: of its n requests.
           drafting_np: bool [n], requests whose drafts can be used.
           context: longest context among them, in tokens.
+          domains: of its requests.
         """
+        probing_np = np.zeros(len(slots), bool)
+        if self.watches and drafting_np.any():
+            trusted_np, probing_np = self._watch.who_may(domains)
+            probing_np &= drafting_np
+            drafting_np = drafting_np & (trusted_np | probing_np)
         nobody = Plan(drafted_np=np.zeros(len(slots), bool), budget=0)
         if self._block_len == 0 or not drafting_np.any():
             return nobody
@@ -60,18 +93,21 @@ class Planner:
             case ConfidenceThreshold() | Algorithm1():
                 return Plan(drafted_np=drafting_np, budget=None)
             case Lagged():
-                return self._lagged(slots, drafting_np, context)
+                return self._lagged(slots, drafting_np, probing_np, context)
             case _:
                 length = self._config.longest(self._block_len)
                 return Plan(drafted_np=drafting_np, budget=length * int(drafting_np.sum()))
 
-    def _lagged(self, slots: Sequence[int], drafting_np: np.ndarray, context: int) -> Plan:
+    def _lagged(
+        self, slots: Sequence[int], drafting_np: np.ndarray, probing_np: np.ndarray, context: int
+    ) -> Plan:
         assert self._memory is not None
-        active_np = np.zeros(self._config.slots, bool)
-        active_np[list(slots)] = True
-        decision = self._memory.decide(active_np, self._table(), context)
-        drafted_np = decision.drafted_np[list(slots)] & drafting_np
-        budget = min(decision.budget, self._block_len * int(drafted_np.sum()))
+        active_np, able_np = np.zeros((2, self._config.slots), bool)
+        active_np[list(slots)], able_np[list(slots)] = True, drafting_np
+        decision = self._memory.decide(active_np, self._table(), context, able_np=able_np)
+        drafted_np = decision.drafted_np[list(slots)] | probing_np
+        wanted = decision.budget + PROBE_TOKENS * int(probing_np.sum())
+        budget = min(wanted, self._block_len * int(drafted_np.sum()))
         return Plan(drafted_np=drafted_np, budget=budget)
 
     def round_ms(self, requests: int, active: int, context: int) -> np.ndarray:
@@ -108,3 +144,7 @@ class Planner:
         survival_BG_np = np.zeros((self._config.slots, self._block_len))
         drafted_B_np[list(slots)], survival_BG_np[list(slots)] = drafted_np, survival_np
         self._memory.note(drafted_B_np, survival_BG_np)
+
+    def judge(self, domains: Sequence[str | None], rounds: Rounds) -> list[Finding]:
+        """Takes in what verification made of a round's predictions; returns what changes by it."""
+        return self._watch.note(domains, rounds) if self.watches else []

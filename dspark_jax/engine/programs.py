@@ -231,7 +231,7 @@ def select(
     drafted_R: Array,
     budget: Array,
     round_ms_N: Array,
-    scaling_2G: Array,
+    scaling_R2G: Array,
     *,
     scheduler: Scheduler,
 ) -> tuple[Array, Array]:
@@ -244,7 +244,7 @@ def select(
       drafted_R: which of them drafted in this round.
       budget: tokens for all of them together (`Lagged`).
       round_ms_N: [R G + 1], time of the round with n verified tokens (`Algorithm1`).
-      scaling_2G: of the calibration.
+      scaling_R2G: of the calibration, for each request.
       scheduler: who decides; static.
 
     Returns:
@@ -255,7 +255,7 @@ def select(
     )
     active_R &= slots_R < len(active_B)
     ready_R = drafted_R & usable_R & active_R
-    survival_RG = predicted_survival(confidence_RG, scaling_2G)
+    survival_RG = predicted_survival(confidence_RG, scaling_R2G)
     match scheduler:
         case Lagged():
             lengths_R = admit(survival_RG, ready_R, budget)

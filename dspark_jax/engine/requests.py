@@ -134,6 +134,7 @@ class Request:
       logprobs: how many alternatives to report beside the log-probability of every emitted token; None
         reports nothing.
       sampling: how tokens are drawn.
+      domain: the caller's name for its kind of prompt; predictions are watched for each kind.
       emitted: tokens of the answer so far.
       emitted_logprobs: one for each of them, if `logprobs` asks for it.
       accepted_per_round: draft tokens accepted in each round.
@@ -152,6 +153,7 @@ class Request:
     stop_check: Callable[[int], bool] | None = None
     logprobs: int | None = None
     sampling: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)
+    domain: str | None = None
     emitted: list[int] = dataclasses.field(default_factory=list)
     emitted_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     accepted_per_round: list[int] = dataclasses.field(default_factory=list)

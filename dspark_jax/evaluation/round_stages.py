@@ -108,7 +108,12 @@ class RoundStages:
         """(blocks, (lengths, survival)) of a round."""
         G = self.models.block_len
         drafts = self._fused.draft(1, Draw.GREEDY)(state, self._fused.new_drafts(), *self._places)
-        asked = (np.ones(1, bool), np.int32(0), np.zeros(G + 1, np.float32), unscaled(G).astype(np.float32))
+        asked = (
+            np.ones(1, bool),
+            np.int32(0),
+            np.zeros(G + 1, np.float32),
+            unscaled(G)[None].astype(np.float32),
+        )
         return drafts, self._fused.select(1)(state, drafts, self._places[0], *asked)
 
     def staged_round(self, state: EngineState) -> EngineState:

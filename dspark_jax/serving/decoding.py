@@ -57,7 +57,7 @@ def decode(engine: Engine, jobs: Iterable[Job], stop: Stop, summary: Summary) ->
         ended = [flight.job for flight in in_flight if flight.job.request.status in ENDED]
         in_flight = [flight for flight in in_flight if flight.job.request.status not in ENDED]
         for job in ended:
-            summary.add(job.request, job.domain)
+            summary.add(job.request)
             yield job
 
 

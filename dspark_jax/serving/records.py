@@ -41,7 +41,6 @@ class Job:
       id: the line's.
       line: its number in the input, from 1.
       sample: number of the answer among those to this line, from 0.
-      domain: the caller's name for its kind of prompt, or None.
       request: what the engine runs.
       stream: finds stop strings, where there are any to find.
     """
@@ -49,7 +48,6 @@ class Job:
     id: str
     line: int
     sample: int
-    domain: str | None
     request: Request
     stream: TextStream | None
 
@@ -144,7 +142,6 @@ class JobReader:
             id=line_id,
             line=number,
             sample=sample,
-            domain=fields.get("domain"),
             stream=stream,
             request=Request(
                 id=line_id if options.n == 1 else f"{line_id}#{sample}",
@@ -155,6 +152,7 @@ class JobReader:
                 stop_check=stream and stream.push,
                 logprobs=options.logprobs,
                 sampling=dataclasses.replace(options.sampling, sample=sample),
+                domain=fields.get("domain"),
             ),
         )
 
@@ -169,7 +167,7 @@ class JobReader:
             "id": job.id,
             "line": job.line,
             "sample": job.sample,
-            "domain": job.domain,
+            "domain": job.request.domain,
         }
         if request.status is not Status.FINISHED or request.finish_reason is None:
             return record | {"error": str(getattr(request, "error", None) or request.status.value)}

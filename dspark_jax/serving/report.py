@@ -11,9 +11,13 @@ import numpy as np
 
 from dspark_jax.engine.engine import Engine
 from dspark_jax.serving.summary import Latencies, Summary, Tally
+from dspark_jax.speculation.watch import Change
 
 FORMAT = 1
-ENGINE_COUNTERS = ("kv_peak_pages", "preemptions", "fallbacks", "faults")
+ENGINE_COUNTERS = (
+    *("kv_peak_pages", "preemptions", "fallbacks", "faults"),
+    *(change.value for change in Change),
+)
 """Of `Engine.counters`, what everybody asks for; null where the engine does not count it."""
 
 

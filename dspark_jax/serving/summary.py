@@ -103,14 +103,14 @@ class Summary:
         self.first_token_s = Latencies()
         self.between_tokens_s = Latencies()
 
-    def add(self, request: Request, domain: str | None) -> None:
+    def add(self, request: Request) -> None:
         """Counts a request that has ended."""
         if request.status is not Status.FINISHED:
             self.failed += 1
             return
         self.all.add(request)
-        if domain is not None:
-            self.by_domain[domain].add(request)
+        if request.domain is not None:
+            self.by_domain[request.domain].add(request)
 
     @property
     def mean_budget(self) -> float:

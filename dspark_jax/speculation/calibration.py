@@ -4,8 +4,8 @@ A scaling [2, G] holds temperatures and shifts: the conditional acceptance is si
 Sequential Temperature Scaling has no shifts. They are for what a temperature cannot mend: a head that was
 trained to predict acceptance at temperature 1 is wrong by a constant where decoding is greedy.
 
-All functions take rounds in which the FULL block was verified; shorter ones would show the confident rounds
-only. N rounds, G positions.
+Figures are of rounds in which the FULL block was verified; shorter ones would show the confident rounds only.
+A fit takes what was verified (`watch.py` says why that is right). N rounds, G positions.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import functools
 import itertools
 
 import numpy as np
+from scipy.special import expit
 
 from dspark_jax.core.errors import InputError
 
@@ -44,11 +45,17 @@ def scaled(logits_np: np.ndarray, scaling_np: np.ndarray) -> np.ndarray:
 
 def predicted(logits_np: np.ndarray, scaling_np: np.ndarray) -> np.ndarray:
     """prod_{i<=k} sigmoid(z_i / T_i + shift_i), [N, G]."""
-    return np.cumprod(_sigmoid(scaled(logits_np, scaling_np)), axis=1)
+    return np.cumprod(expit(scaled(logits_np, scaling_np)), axis=1)
 
 
 def fit_scaling(
-    logits_np: np.ndarray, survived_np: np.ndarray, *, shifted: bool = True, bins: int = BINS
+    logits_np: np.ndarray,
+    survived_np: np.ndarray,
+    *,
+    shifted: bool = True,
+    bins: int = BINS,
+    seen_np: np.ndarray | None = None,
+    fewest: int = 1,
 ) -> np.ndarray:
     """Position by position from the left: each minimises its own ECE, the earlier ones being fixed.
 
@@ -59,6 +66,8 @@ def fit_scaling(
       survived_np: bool [N, G].
       shifted: also fit shifts; without them this is Sequential Temperature Scaling.
       bins: bins of the ECE.
+      seen_np: bool [N, G], where there is an outcome; everywhere by default.
+      fewest: outcomes that a position needs to be scaled at all.
 
     Returns:
       float64 [2, G].
@@ -72,17 +81,20 @@ def fit_scaling(
             expected="the same [rounds, G], with at least one round",
             fix="collect full-block rounds on held-out prompts first",
         )
+    seen_np = np.ones(survived_np.shape, bool) if seen_np is None else seen_np
     before_N = np.ones(len(logits_np))
     scaling = []
-    for logits_N, survived_N in zip(logits_np.T, survived_np.T, strict=True):
-        best_of = functools.partial(_best, logits_N, before_N, survived_N, bins)
-        if shifted:  # roughly everywhere, then finely around the best
-            T, shift = best_of(TEMPERATURES[::COARSE], SHIFTS[::COARSE])
-            T, shift = best_of(_around(TEMPERATURES, T), _around(SHIFTS, shift))
-        else:
-            T, shift = best_of(TEMPERATURES, (0.0,))
+    for logits_N, survived_N, seen_N in zip(logits_np.T, survived_np.T, seen_np.T, strict=True):
+        T, shift = 1.0, 0.0
+        if seen_N.sum() >= fewest:
+            best_of = functools.partial(_best, logits_N[seen_N], before_N[seen_N], survived_N[seen_N], bins)
+            if shifted:  # roughly everywhere, then finely around the best
+                T, shift = best_of(TEMPERATURES[::COARSE], SHIFTS[::COARSE])
+                T, shift = best_of(_around(TEMPERATURES, T), _around(SHIFTS, shift))
+            else:
+                T, shift = best_of(TEMPERATURES, (0.0,))
         scaling.append((T, shift))
-        before_N = before_N * _sigmoid(logits_N / T + shift)
+        before_N = before_N * expit(logits_N / T + shift)
     return np.array(scaling).T
 
 
@@ -90,7 +102,7 @@ def _best(logits_N, before_N, survived_N, bins: int, temperatures, shifts) -> tu
     """The temperature and the shift of the smallest ECE."""
     grid = sorted(itertools.product(temperatures, shifts), key=lambda at: abs(np.log(at[0])) + abs(at[1]))
     errors = [
-        expected_calibration_error(before_N * _sigmoid(logits_N / T + shift), survived_N, bins=bins)
+        expected_calibration_error(before_N * expit(logits_N / T + shift), survived_N, bins=bins)
         for T, shift in grid
     ]
     return grid[int(np.argmin(errors))]
@@ -137,8 +149,9 @@ def reliability(probs_np: np.ndarray, happened_np: np.ndarray, *, bins: int = BI
 
 
 def expected_calibration_error(probs_np: np.ndarray, happened_np: np.ndarray, *, bins: int = BINS) -> float:
-    """ECE of predictions [N] in equal-width bins."""
-    return reliability(probs_np, happened_np, bins=bins).error
+    """ECE of predictions [N] in equal-width bins: `Reliability.error`, in one pass for whoever fits."""
+    bin_N = np.minimum((np.asarray(probs_np) * bins).astype(np.int64), bins - 1)
+    return float(np.abs(np.bincount(bin_N, np.asarray(probs_np) - happened_np)).sum() / len(bin_N))
 
 
 def brier_score(probs_np: np.ndarray, happened_np: np.ndarray) -> float:
@@ -156,7 +169,3 @@ def auroc(scores_np: np.ndarray, happened_np: np.ndarray) -> float:
     mean_rank_np = np.cumsum(count_np) - (count_np - 1) / 2
     rank_sum = mean_rank_np[inverse_np][happened_np].sum()
     return float((rank_sum - positives * (positives + 1) / 2) / (positives * negatives))
-
-
-def _sigmoid(x_np: np.ndarray) -> np.ndarray:
-    return np.exp(-np.logaddexp(0.0, -x_np))

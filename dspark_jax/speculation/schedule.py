@@ -27,15 +27,15 @@ from dspark_jax.speculation.cost import CostTable
 from dspark_jax.speculation.verify_length import VerifyPolicy
 
 
-def predicted_survival(confidence_logits_BG: Array, scaling_2G: Array) -> Array:
+def predicted_survival(confidence_logits_BG: Array, scaling_B2G: Array) -> Array:
     """a_j = prod_{i<=j} sigmoid(z_i / T_i + shift_i), [B, G]; a NaN counts as certain rejection.
 
     Args:
       confidence_logits_BG: z.
-      scaling_2G: temperatures and shifts (`calibration.py`).
+      scaling_B2G: temperatures and shifts (`calibration.py`).
     """
-    temperatures_G, shifts_G = scaling_2G
-    scaled_BG = confidence_logits_BG.astype(jnp.float32) / temperatures_G + shifts_G
+    temperatures_BG, shifts_BG = jnp.moveaxis(scaling_B2G, -2, 0)
+    scaled_BG = confidence_logits_BG.astype(jnp.float32) / temperatures_BG + shifts_BG
     conditional_BG = jax.nn.sigmoid(scaled_BG)
     return survival(jnp.where(jnp.isnan(conditional_BG), 0.0, conditional_BG))
 
@@ -213,7 +213,9 @@ class ScheduleMemory:
             usual_np = latest_np if self._usual_np is None else self._usual_np
             self._usual_np = usual_np + self._config.freshness * (latest_np - usual_np)
 
-    def decide(self, active_np: np.ndarray, table: CostTable, context: int) -> Decision:
+    def decide(
+        self, active_np: np.ndarray, table: CostTable, context: int, *, able_np: np.ndarray | None = None
+    ) -> Decision:
         """The next round; `drafted_np` is over all slots.
 
         A probe drafts and lets the confidences speak; nothing more is verified for it. Who is half as
@@ -223,13 +225,15 @@ class ScheduleMemory:
           active_np: bool [slots], those that hold a request.
           table: measured times.
           context: longest context among them, in tokens.
+          able_np: bool [slots], those of them whose drafts can be used; all by default.
         """
+        able_np = active_np if able_np is None else able_np & active_np
         slots_np = np.flatnonzero(active_np)
-        best = choose(self._visible_np[slots_np], table, context)
+        best = choose(self._visible_np[slots_np] * able_np[slots_np, None], table, context)
         drafted_np = np.zeros(len(active_np), bool)
-        drafted_np[slots_np] = best.drafted_np
+        drafted_np[slots_np] = best.drafted_np & able_np[slots_np]
         self._patience_np[drafted_np] = self._config.probe_every
-        waits_np = active_np & ~drafted_np
+        waits_np = able_np & ~drafted_np
         if (waits_np & (self._undrafted_np >= self._patience_np)).any():
             probes_np = waits_np & (2 * self._undrafted_np >= self._patience_np)
             most = MOST_PATIENCE * self._config.probe_every

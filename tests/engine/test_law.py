@@ -78,7 +78,8 @@ def draw_two_tokens(toy, name: str, policy) -> np.ndarray:
     G = toy.block_len
     # Every price the same but for a step at half of the tokens: Algorithm 1 stops there.
     round_ms_N = 1 + 0.3 * (np.arange(slots * G + 1) > slots * G / 2).astype(np.float32)
-    prices = (np.int32(slots * G * 0.4), round_ms_N, unscaled(G).astype(np.float32))
+    scaling_R2G = np.tile(unscaled(G).astype(np.float32), (slots, 1, 1))
+    prices = (np.int32(slots * G * 0.4), round_ms_N, scaling_R2G)
     tokens_BT = np.full((slots, 0), -1)
     for _ in range(2):  # a round commits at least one token
         drafts = compiled.draft(slots, Draw.FILTERED)(state, drafts, *places)

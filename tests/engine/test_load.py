@@ -48,7 +48,7 @@ def calibration(loaded: LoadedEngine, **changes) -> Calibration:
 
 
 def scaling(loaded: LoadedEngine) -> list[list[float]]:
-    return loaded.engine._scaling_np.tolist()
+    return loaded.engine._planner.scaling([], 1)[0].tolist()
 
 
 class TestCalibration:

@@ -15,6 +15,7 @@ from dspark_jax.testing.statistics import chi_square_p_value
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 FALSE_ALARM_RATE = 1e-4
+NUM_STOPS = 4
 
 
 def mixed(tiny) -> list[Request]:
@@ -55,6 +56,35 @@ def test_no_stop_before_min_new_tokens(tiny, answered):
         if set(unmasked[request.id][: request.min_new_tokens]) & request.stop_ids
     ]
     assert len(would_have_stopped) >= 2  # otherwise the test would show little
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_device_goes_on_until_min_new_tokens(tiny, temperature):
+    """It ends a request at any of its stop ids: before min_new_tokens none may come up, preempted or not."""
+    requests = tiny.requests(max_new_tokens=30, temperature=temperature)
+    for number, request in enumerate(requests):
+        request.stop_ids = frozenset(range(6, 6 + NUM_STOPS)) if number % 2 else frozenset(range(0, 12, 3))
+        request.min_new_tokens = (20, 7, 11, 1, 30, 17)[number]
+    engine = tiny.engine("markov", slots=3, num_stops=NUM_STOPS)
+    for request in requests:
+        engine.submit(request)
+    steps = 0
+    while engine.has_work:
+        engine.step()
+        steps += 1
+        if steps % 7 == 0 and (decoding := engine._decoding()):
+            engine._preempt(decoding[0])
+        active_B = np.asarray(engine._state.active_B)
+        for seat in engine._decoding():
+            request = seat.request
+            emitted_at_most = seat.position + 1 - len(request.prompt_tokens)
+            may_have_ended = emitted_at_most > request.min_new_tokens or emitted_at_most >= 30
+            assert active_B[seat.slot] or may_have_ended
+        assert steps < 500  # who ends on the device alone would be waited for
+
+    assert all(len(request.emitted) >= request.min_new_tokens for request in requests)
+    assert sum(request.finish_reason is FinishReason.STOP for request in requests) >= 4
+    assert sum(request.preemptions for request in requests) >= 2
 
 
 def test_logprobs_are_the_targets_own(tiny, answered):

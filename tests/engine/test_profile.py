@@ -102,7 +102,7 @@ def test_lagged_drafts_only_where_it_pays(tiny):
         planner = Planner(config, 3, lambda: priced)
         drafted = []
         for _ in range(12):
-            plan = planner.plan([0, 1], np.ones(2, bool), 10)
+            plan = planner.plan([0, 1], np.ones(2, bool), 10, [None, None])
             planner.note([0, 1], plan.drafted_np, np.full((2, 3), 0.1))
             drafted.append((bool(plan.drafted_np.any()), plan.budget))
         return drafted

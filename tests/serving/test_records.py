@@ -48,7 +48,7 @@ def test_a_line_that_says_nothing_else_gets_the_defaults(read, server):
 
     request = job.request
     assert refused == []
-    assert (job.line, job.sample, job.domain, request.id) == (1, 0, None, "line-1")
+    assert (job.line, job.sample, job.request.domain, request.id) == (1, 0, None, "line-1")
     rendered = server.target.tokenizer.decode(request.prompt_tokens)
     assert rendered == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert (request.max_new_tokens, request.stop_ids) == (8, frozenset({2}))
@@ -60,7 +60,7 @@ def test_a_line_has_the_last_word(read):
     (job,), _ = read({"id": "a", "domain": "math", "prompt": "Hi", "max_new_tokens": 2, **own})
 
     assert job.request.sampling == SamplingOptions(**own)
-    assert (job.domain, job.request.id, job.request.max_new_tokens) == ("math", "a", 2)
+    assert (job.request.domain, job.request.id, job.request.max_new_tokens) == ("math", "a", 2)
 
 
 def test_options_of_a_line(read):

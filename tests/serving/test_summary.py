@@ -12,9 +12,9 @@ from dspark_jax.serving.report import Report
 from dspark_jax.serving.summary import Latencies, Summary, Tally
 
 
-def finished(tokens: int, *rounds: tuple[int, int]) -> Request:
+def finished(tokens: int, *rounds: tuple[int, int], domain: str | None = None) -> Request:
     """A request with these (accepted, verified) draft tokens in its rounds."""
-    request = Request(id="a", prompt_tokens=[1], max_new_tokens=1, _status=Status.FINISHED)
+    request = Request(id="a", prompt_tokens=[1], max_new_tokens=1, domain=domain, _status=Status.FINISHED)
     request.emitted = [0] * tokens
     for accepted, verified in rounds:
         request.accepted_per_round.append(accepted)
@@ -60,9 +60,9 @@ def report_of(summary: Summary, **changes) -> Report:
 @pytest.fixture
 def summary() -> Summary:
     summary = Summary()
-    summary.add(finished(6, (2, 2), (0, 2)), "math")
-    summary.add(finished(4, (1, 2), (0, 2)), "a rather long domain")
-    summary.add(finished(5, (2, 2)), None)
+    summary.add(finished(6, (2, 2), (0, 2), domain="math"))
+    summary.add(finished(4, (1, 2), (0, 2), domain="a rather long domain"))
+    summary.add(finished(5, (2, 2)))
     return summary
 
 
@@ -101,7 +101,7 @@ def test_the_report(summary):
 
 def test_plain_decoding_has_no_positions(summary):
     plain = Summary()
-    plain.add(finished(3, (0, 0), (0, 0)), None)
+    plain.add(finished(3, (0, 0), (0, 0)))
 
     report = report_of(plain, block_len=0).as_text()
 
