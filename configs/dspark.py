@@ -8,7 +8,7 @@ smollm2_135m: the drafter in assets/, for SmolLM2-135M-Instruct.
     Expected figure: what the card says, 1.74 at temperature 1 and 2.03 greedy, after 2,000 steps.
     Last run: 2026-11-30, 1,050 steps of it with --data.balance-domains.
 
-qwen3_4b, qwen3_8b, qwen3_14b, gemma4_12b: the paper's recipe.
+qwen3_4b, qwen3_8b, qwen3_14b, gemma4_12b: the paper's recipe; qwen3_30b_a3b: that for a target with experts.
     Reproduces: the released block-7 drafters of the paper, on responses of the target to the prompts of
         Open-PerfectBlend (`dspark regenerate --temperature 0.7`, non-thinking template).
     Command: python train.py configs/dspark.py --target qwen3_4b [--head gated]

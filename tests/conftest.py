@@ -63,7 +63,8 @@ def quick_compiles() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tpu_devices() -> Callable[..., Sequence]:
     """Devices of a topology to compile for; the test is skipped where there is no TPU compiler."""
-    pytest.importorskip("libtpu", reason="no TPU compiler: pip install 'dspark_jax[tpu]' on Linux x86-64")
+    if "CI" not in os.environ:  # there they must run
+        pytest.importorskip("libtpu", reason="no TPU compiler: pip install 'dspark_jax[tpu]' on Linux x86-64")
     from dspark_jax.core.topology import tpu_devices
 
     return tpu_devices

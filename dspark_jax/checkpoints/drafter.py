@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 from jax import Array
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from dspark_jax.checkpoints.drafter_formats import (
@@ -33,8 +34,10 @@ from dspark_jax.checkpoints.hf_names import ParamSlot, flat_boxes, slots
 from dspark_jax.checkpoints.safetensors_files import MAX_SHARD_BYTES, write_tensors
 from dspark_jax.checkpoints.sources import SafetensorsDirectory
 from dspark_jax.checkpoints.tap_sketches import SKETCHES
+from dspark_jax.core.distributed import place
 from dspark_jax.core.errors import InputError
 from dspark_jax.core.files import atomic_write
+from dspark_jax.core.sharding import param_sharding, serving_axes
 from dspark_jax.drafters.contract import Drafter, Params, SharedWeights
 from dspark_jax.drafters.registry import DrafterConfig, make_drafter
 from dspark_jax.nn.config import TokenScaling
@@ -119,19 +122,19 @@ def save_drafter(
         raise InputError(
             given=problem, expected="a token that never occurs in text", fix="choose another one"
         )
+    of_layers = like_the_last_layer(of_target, drafter.config.num_layers)
     flat = traverse_util.flatten_dict(params)
 
     def tensor(slot: ParamSlot) -> np.ndarray:
-        array_np = np.asarray(flat[slot.path]).astype(dtype)
-        return array_np.T if slot.transpose else array_np
+        return slot.to_file(np.asarray(flat[slot.path]).astype(dtype))
 
     tensors = {name: functools.partial(tensor, slot) for name, slot in drafter_slots(drafter).items()}
     if draft_to_target_np is not None:
         tensors[VOCABULARY] = functools.partial(np.asarray, draft_to_target_np, np.int32)
     config = {
-        **like_the_last_layer(of_target, drafter.config.num_layers),
+        **of_layers,
         **own,
-        "architectures": [architecture(format_of(drafter.config), of_target["model_type"])],
+        "architectures": [architecture(format_of(drafter.config), of_layers["model_type"])],
         "num_target_layers": of_target["num_hidden_layers"],
         "tie_word_embeddings": False,
         "dtype": jnp.dtype(dtype).name,
@@ -146,8 +149,15 @@ def write_config(directory: Path, config: Mapping[str, Any]) -> None:
         json.dump(config, file, indent=2, sort_keys=True)
 
 
-def load_drafter(path: str | Path, *, dtype: DTypeLike = jnp.float32) -> LoadedDrafter:
+def load_drafter(
+    path: str | Path, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
+) -> LoadedDrafter:
     """Reads a directory written by `save_drafter`, by DeepSpec or by the original DFlash.
+
+    Args:
+      path: the directory.
+      dtype: dtype of all parameters.
+      mesh: where they live, each as serving cuts it; the default device when None.
 
     Raises:
       InputError: unknown fields, and unknown, missing or misshapen tensors, all at once.
@@ -156,18 +166,26 @@ def load_drafter(path: str | Path, *, dtype: DTypeLike = jnp.float32) -> LoadedD
     drafter = make_drafter(checked_config(source), jnp.dtype(dtype))
     present = source.names()
 
-    def read(name: str, transpose: bool) -> Array:
-        array_np = source.read(name)
-        return jnp.asarray(np.ascontiguousarray(array_np.T if transpose else array_np), dtype)
+    def placed(value_np: np.ndarray, axes: tuple[str | None, ...]) -> Array:
+        value_np = value_np.astype(dtype)
+        if mesh is None:
+            return jax.device_put(value_np)
+        return place(value_np, param_sharding(mesh, serving_axes(axes), value_np.shape))
 
-    flat = {slot.path: read(name, slot.transpose) for name, slot in drafter_slots(drafter).items()}
-    sketches = source.config.get(SKETCHES)
+    def shared_table(name: str) -> Array | None:
+        return placed(source.read(name), ("vocab", "embed")) if name in present else None
+
+    flat = {
+        slot.path: placed(slot.from_file(source.read(name)), slot.axes)
+        for name, slot in drafter_slots(drafter).items()
+    }
+    sketches, head_VD = source.config.get(SKETCHES), shared_table(LM_HEAD)
     return LoadedDrafter(
         drafter=drafter,
         params=traverse_util.unflatten_dict(flat),
         draft_to_target_np=source.read(VOCABULARY) if VOCABULARY in present else None,
-        embedding_VD=read(EMBEDDING, transpose=False) if EMBEDDING in present else None,
-        head_DV=read(LM_HEAD, transpose=True) if LM_HEAD in present else None,
+        embedding_VD=shared_table(EMBEDDING),
+        head_DV=None if head_VD is None else head_VD.T,
         template=source.config.get(TEMPLATE),
         tap_sketches_CS=None if sketches is None else np.asarray(sketches),
     )

@@ -10,6 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import traverse_util
 
 from dspark_jax.core.errors import InputError
@@ -28,12 +29,23 @@ class ParamSlot:
       transpose: files keep matrices [out, in], we keep them [in, out].
       shape: shape in the file.
       axes: logical axes of our (already transposed) parameter.
+      expert: which expert's matrix the tensor is, in a parameter that stacks those of all; None: the whole.
     """
 
     path: Path
     transpose: bool
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
+    expert: int | None = None
+
+    def from_file(self, tensor_np: np.ndarray) -> np.ndarray:
+        """A tensor of a file as our parameter (or an expert's part of it) has it."""
+        return np.ascontiguousarray(tensor_np.T if self.transpose else tensor_np)
+
+    def to_file(self, parameter_np: np.ndarray) -> np.ndarray:
+        """The tensor of a file that holds our parameter, or an expert's part of it."""
+        part_np = parameter_np if self.expert is None else parameter_np[self.expert]
+        return np.ascontiguousarray(part_np.T if self.transpose else part_np)
 
 
 # Within one layer: our names -> theirs.
@@ -60,7 +72,10 @@ LAYER_NAMES = {
         for ours in ("gate", "up", "down")
         for part, theirs in (("kernel", "weight"), ("bias", "bias"))
     },
+    "mlp/router/kernel": "mlp.gate.weight",
+    **{f"mlp/{ours}_kernel": f"mlp.experts.*.{ours}_proj.weight" for ours in ("gate", "up", "down")},
 }
+EXPERT = "*"  # stands for the number of an expert, each of which has a tensor of its own
 TARGET_NAMES = {
     "embedding": "model.embed_tokens.weight",
     "final_norm/scale": "model.norm.weight",
@@ -100,10 +115,17 @@ def slots(boxed_params: dict[str, Any], names: dict[str, str], layer_prefix: str
     result = {}
     for path, box in flat_boxes(boxed_params).items():
         transpose = path[-1].endswith("kernel") or path[-1] == "w2"
-        shape = tuple(box.value.shape)
-        result[hf_name(path, names, layer_prefix)] = ParamSlot(
-            path=path, transpose=transpose, shape=shape[::-1] if transpose else shape, axes=tuple(box.names)
-        )
+        name, shape, experts = hf_name(path, names, layer_prefix), tuple(box.value.shape), [None]
+        if EXPERT in name:
+            shape, experts = shape[1:], range(shape[0])
+        for expert in experts:
+            result[name.replace(EXPERT, str(expert))] = ParamSlot(
+                path=path,
+                transpose=transpose,
+                shape=shape[::-1] if transpose else shape,
+                axes=tuple(box.names),
+                expert=expert,
+            )
     return result
 
 

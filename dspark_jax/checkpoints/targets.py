@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -91,7 +92,7 @@ def open_source(name_or_path: str | Path) -> TensorSource:
 def read_params(
     source: TensorSource, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
 ) -> tuple[DecoderConfig, dict[str, Any]]:
-    """Streams every tensor of a source to its place; the host holds one tensor at a time.
+    """Streams every parameter of a source to its place; the host holds one at a time.
 
     Returns:
       The decoder's config and its parameters: nested dicts, kernels [in, out].
@@ -103,17 +104,17 @@ def read_params(
     slots = hf_tensor_map(config)
     present = text_tensors(source.names())
     _check_names(source, slots, present)
-    params: dict[str, Any] = {}
+    names_of: dict[tuple[str, ...], list[str]] = {}
     for name, slot in slots.items():
-        tensor_np = source.read(present[name])
-        tensor_np = np.ascontiguousarray(tensor_np.T if slot.transpose else tensor_np, dtype=jnp.dtype(dtype))
-        sharding = None if mesh is None else param_sharding(mesh, slot.axes, tensor_np.shape)
-        *parents, leaf = slot.path
-        node = params
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = jax.device_put(tensor_np) if sharding is None else place(tensor_np, sharding)
-    return config, params
+        names_of.setdefault(slot.path, []).append(name)
+    flat = {}
+    for path, names in names_of.items():
+        slot = slots[names[0]]
+        parts = [slots[name].from_file(source.read(present[name])).astype(dtype) for name in names]
+        value_np = parts[0] if slot.expert is None else np.stack(parts)
+        sharding = None if mesh is None else param_sharding(mesh, slot.axes, value_np.shape)
+        flat[path] = jax.device_put(value_np) if sharding is None else place(value_np, sharding)
+    return config, traverse_util.unflatten_dict(flat)
 
 
 def _check_names(source: TensorSource, slots: dict[str, ParamSlot], present: dict[str, str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Plan:
     feature_store: bool = False
     """Features come from a store instead of the target running online."""
     search: bool = False
-    """Also search for the fewest microbatches that fit, by halving their number."""
+    """Also search for the fewest microbatches that fit, by halving or doubling their number."""
     efficiency: float = 0.4
     """Share of the roofline that tokens/s is stated at."""
     json: Path | None = None
@@ -66,17 +67,10 @@ def run(config: Plan) -> None:
     run_config, target = _resolve(config)
     devices = tpu_devices(config.topology, config.slices)
     kind = device_kind(config.topology)
-    mesh = make_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor, devices=devices)
+    mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
     plan = plan_step(run_config, target, mesh)
     if config.search:
-        while plan.fits and run_config.microbatches > 1:
-            fewer = dataclasses.replace(run_config, microbatches=run_config.microbatches // 2)
-            if fewer.data.batch_size % fewer.microbatches:
-                break
-            tried = plan_step(fewer, target, mesh)
-            if not tried.fits:
-                break
-            run_config, plan = fewer, tried
+        run_config, plan = fewest_microbatches(run_config, plan, lambda run: plan_step(run, target, mesh))
     print(report(plan, run_config, kind, config, len(devices)))
     if config.json:
         content = {
@@ -88,6 +82,30 @@ def run(config: Plan) -> None:
         }
         with atomic_write(config.json, "w") as file:
             json.dump(content, file, indent=2)
+
+
+def fewest_microbatches(
+    run_config: TrainConfig, plan: StepPlan, plan_of: Callable[[TrainConfig], StepPlan]
+) -> tuple[TrainConfig, StepPlan]:
+    """The run, and its plan, with half as many microbatches while that fits, or twice as many until it does.
+
+    Args:
+      run_config: the run.
+      plan: its plan.
+      plan_of: plans the same run with another number of microbatches.
+    """
+    began_fitting = plan.fits
+    while plan.fits == began_fitting:
+        n, B = run_config.microbatches, run_config.data.batch_size
+        number = n // 2 if began_fitting else 2 * n
+        if number < 1 or number > B or B % number:
+            break
+        tried_config = dataclasses.replace(run_config, microbatches=number)
+        tried = plan_of(tried_config)
+        if began_fitting and not tried.fits:
+            break
+        run_config, plan = tried_config, tried
+    return run_config, plan
 
 
 def report(plan: StepPlan, run_config: TrainConfig, kind: DeviceKind, config: Plan, devices: int) -> str:
@@ -133,7 +151,7 @@ def advice(plan: StepPlan, run_config: TrainConfig, devices: int) -> list[str]:
     """Flags that would help, where the plan shows that they would."""
     hints, mesh = [], run_config.mesh
     rows = run_config.data.batch_size // run_config.microbatches
-    shares = mesh.data * mesh.fsdp if mesh.tensor == -1 else devices // mesh.tensor
+    shares = mesh.data * mesh.fsdp * mesh.expert if mesh.tensor == -1 else devices // mesh.tensor
     if not plan.fits and rows > shares:
         hints.append(
             f"hint: raise --microbatches to {run_config.microbatches * rows // shares}: then one sequence "

@@ -69,6 +69,8 @@ def _of_jaxpr(jaxpr: Any) -> MatmulCost:
         name, params = equation.primitive.name, equation.params
         if name == "dot_general":
             total += _of_dot(equation)
+        elif name == "ragged_dot_general":
+            total += _of_ragged_dot(equation)
         elif name == "cond":
             total += max((_of_jaxpr(branch.jaxpr) for branch in params["branches"]), key=lambda c: c.flops)
         else:
@@ -94,12 +96,20 @@ def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
 
 def _of_dot(equation: Any) -> MatmulCost:
     (contracted, _), _ = equation.params["dimension_numbers"]
-    left, right = (variable.aval for variable in equation.invars)
-    (out,) = (variable.aval for variable in equation.outvars)
-    depth = math.prod(left.shape[axis] for axis in contracted)
+    shape = equation.invars[0].aval.shape
+    return _product(equation, depth=math.prod(shape[axis] for axis in contracted))
+
+
+def _of_ragged_dot(equation: Any) -> MatmulCost:
+    """Rows [N, D] by the kernel [D, F] of their group."""
+    return _product(equation, depth=equation.invars[0].aval.shape[-1])
+
+
+def _product(equation: Any, depth: int) -> MatmulCost:
+    arrays = [variable.aval for variable in (*equation.invars[:2], *equation.outvars)]
     return MatmulCost(
-        flops=2.0 * math.prod(out.shape) * depth,
-        traffic_bytes=float(sum(math.prod(x.shape) * x.dtype.itemsize for x in (left, right, out))),
+        flops=2.0 * math.prod(arrays[-1].shape) * depth,
+        traffic_bytes=float(sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)),
     )
 
 

@@ -13,25 +13,26 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from dspark_jax.core.errors import InputError
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "expert", "tensor")
 
-# Logical axis -> mesh axes. Parameters: "embed" is cut for memory (FSDP), the others for arithmetic (tensor).
+# Logical axis -> mesh axes. Parameters: "embed" is cut for memory (FSDP), the others for arithmetic.
 RULES: dict[str, tuple[str, ...]] = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "embed": ("fsdp",),
     "vocab": ("tensor",),
     "token": ("tensor",),  # rows of a table that a sequential head looks up
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
+    "expert": ("expert",),
     "norm": (),
     "rank": (),
     "features": (),
 }
 
 
-def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices=None) -> Mesh:
-    """A mesh over (data, fsdp, tensor); one size may be -1 and takes the remaining devices.
+def make_mesh(*, data: int = 1, fsdp: int = 1, expert: int = 1, tensor: int = 1, devices=None) -> Mesh:
+    """A mesh over (data, fsdp, expert, tensor); one size may be -1 and takes the remaining devices.
 
     Slices of a TPU pod that only a network connects are parts of the data axis: nothing but gradients
     crosses between them.
@@ -40,17 +41,18 @@ def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1, devices=None) ->
       InputError: the sizes do not multiply to the number of devices, or slices do not divide the data axis.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = [data, fsdp, tensor]
+    sizes = [data, fsdp, expert, tensor]
     if sizes.count(-1) == 1:
         known = int(np.prod([size for size in sizes if size != -1]))
         sizes[sizes.index(-1)] = max(len(devices) // known, 1)
     if int(np.prod(sizes)) != len(devices):
+        axes = f"data={data}, fsdp={fsdp}, expert={expert}, tensor={tensor}"
         raise InputError(
-            given=f"mesh data={data}, fsdp={fsdp}, tensor={tensor} over {len(devices)} devices",
+            given=f"mesh {axes} over {len(devices)} devices",
             expected="sizes whose product is the number of devices",
             fix="set one of the sizes to -1, or pass fewer devices",
         )
-    return Mesh(_slice_by_slice(devices, sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    return Mesh(_slice_by_slice(devices, sizes), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def _slice_by_slice(devices: Any, sizes: list[int]) -> np.ndarray:

@@ -59,7 +59,7 @@ class Programs:
         self._drafts = None if models.drafter is None else jax.eval_shape(self._empty_drafts)
         self._state_shardings = self._draft_shardings = self._everywhere = None
         if mesh is not None:
-            check_divides(models, mesh.size)
+            check_divides(models.target, mesh.size)
             self._everywhere = replicated(mesh)
             self._state_shardings = state_shardings(self._state, mesh, config.total_pages(models.block_len))
             weights = on_their_shardings(weights, weight_shardings(models, weights, mesh))

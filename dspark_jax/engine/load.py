@@ -17,12 +17,14 @@ from dspark_jax.checkpoints.targets import LoadedTarget, load_target, open_sourc
 from dspark_jax.core.file_stamps import Stamps, stamp
 from dspark_jax.data.chat import ChatTemplate
 from dspark_jax.engine.engine import Engine, EngineConfig
+from dspark_jax.engine.placement import check_divides
 from dspark_jax.engine.requests import SamplingOptions
 from dspark_jax.engine.self_check import refuse_misfit, self_check
 from dspark_jax.engine.state import Weights
 from dspark_jax.speculation.schedule import Lagged
 from dspark_jax.speculation.verify_length import FullBlock
 from dspark_jax.targets.decoder import embedding_table, lm_head_kernel
+from dspark_jax.targets.families import decoder_config_from_hf
 
 SHIPPED, NONE = "shipped", "none"
 
@@ -109,15 +111,17 @@ def load_engine(
       InputError: a checkpoint is not understood, or the drafter does not fit the target.
     """
     directory = None if drafter == NONE else drafter_directory(target, drafter)
+    source, mesh = open_source(target), config.mesh()
+    check_divides(decoder_config_from_hf(source.config), config.tensor)
     # Before anything is read: a file that is replaced while it is read shows as well.
     stamps = stamp(
         [
-            *model_files(open_source(target).path),
+            *model_files(source.path),
             *(() if directory is None else model_files(SafetensorsDirectory(directory).path)),
         ]
     )
-    loaded = load_target(target, dtype=config.dtype, mesh=config.mesh())
-    draft = None if directory is None else load_drafter(directory, dtype=config.dtype)
+    loaded = load_target(target, dtype=config.dtype, mesh=mesh)
+    draft = None if directory is None else load_drafter(directory, dtype=config.dtype, mesh=mesh)
     chat = ChatTemplate.of(loaded.tokenizer, thinking=thinking)
     config = _with_a_policy_for(draft, config)
     engine = make_engine(loaded, draft, config)

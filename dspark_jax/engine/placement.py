@@ -20,21 +20,23 @@ from dspark_jax.core.errors import InputError
 from dspark_jax.core.sharding import param_sharding, replicated, serving_axes
 from dspark_jax.engine.programs import Models
 from dspark_jax.engine.state import Drafts, EngineState, Weights
+from dspark_jax.targets.config import DecoderConfig
 from dspark_jax.targets.decoder import Decoder
 
 
-def check_divides(models: Models, devices: int) -> None:
-    """Refuses a number of devices that the target's heads do not divide by.
+def check_divides(target: DecoderConfig, devices: int) -> None:
+    """Refuses a number of devices that does not divide the target's heads.
+
+    Key and value heads that it does not divide are whole on every device, and so is their attention.
 
     Raises:
       InputError: so it is.
     """
-    heads = {(layer.num_heads, layer.num_kv_heads) for layer in models.target.layers}
-    bad = sorted(pair for pair in heads if pair[0] % devices or pair[1] % devices)
-    if bad:
+    heads = sorted({layer.num_heads for layer in target.layers if layer.num_heads % devices})
+    if heads:
         raise InputError(
-            given=f"tensor={devices} for a target with {bad[0][0]} heads, {bad[0][1]} of them kv heads",
-            expected="a number of devices that divides both",
+            given=f"tensor={devices} for a target with {heads[0]} heads",
+            expected="a number of devices that divides them",
             fix="lower --tensor",
         )
 

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from dspark_jax.core.sharding import divide_batch
 from dspark_jax.nn.attention import AttentionProjections
 from dspark_jax.nn.config import BlockConfig
+from dspark_jax.nn.experts import ExpertsMLP
 from dspark_jax.nn.layers import GatedMLP, RMSNorm, parameter
 
 
@@ -35,7 +36,10 @@ class TransformerLayer(nn.Module):
         self.input_norm = RMSNorm(c.width, c.norm_eps)
         self.attention = AttentionProjections(c, self.dtype, self.attention_width)
         self.post_attention_norm = RMSNorm(c.width, c.norm_eps)
-        self.mlp = GatedMLP(c.width, c.mlp_width, c.mlp_bias, self.dtype, c.activation)
+        if c.experts is None:
+            self.mlp = GatedMLP(c.width, c.mlp_width, c.mlp_bias, self.dtype, c.activation)
+        else:
+            self.mlp = ExpertsMLP(c.width, c.experts, self.dtype, c.activation)
         if c.branch_norms:
             self.pre_mlp_norm = RMSNorm(c.width, c.norm_eps)
             self.post_mlp_norm = RMSNorm(c.width, c.norm_eps)

@@ -12,12 +12,38 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of gated MLPs in the place of one.
+
+    Attributes:
+      number: experts E of a layer.
+      per_token: experts that a token meets, those that its router finds most likely.
+      width: inner width F of each.
+      normalise: the weights of a token's experts are divided by their sum.
+    """
+
+    number: int
+    per_token: int
+    width: int
+    normalise: bool = False
+
+    def __post_init__(self):
+        if not 1 <= self.per_token <= self.number:
+            raise InputError(
+                given=f"{self.per_token} of {self.number} experts per token",
+                expected="at least one, and no more than there are",
+                fix="correct the expert counts of the configuration",
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig:
     """One pre-norm attention + gated-MLP block.
 
     Attributes:
       width: residual width D.
       mlp_width: inner width F of the gated MLP.
+      experts: what takes the MLP's place (Qwen3-MoE), or None.
       num_heads: query heads N.
       num_kv_heads: key/value heads K; N is a multiple of K.
       head_dim: H, not necessarily D / N.
@@ -53,6 +79,7 @@ class BlockConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    experts: Experts | None = None
     rope: Rope
 
     def __post_init__(self):

@@ -34,5 +34,8 @@ class DecoderConfig:
 
     @property
     def block(self) -> BlockConfig:
-        """Dimensions of the last layer, which sees the whole context: what a drafter's layers repeat."""
-        return self.layers[-1]
+        """Dimensions of the last layer, which sees the whole context, with one MLP in the place of experts.
+
+        This is what a drafter's layers repeat.
+        """
+        return dataclasses.replace(self.layers[-1], experts=None)

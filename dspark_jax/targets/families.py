@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dspark_jax.core.errors import InputError
-from dspark_jax.nn.config import BlockConfig, TokenScaling
+from dspark_jax.nn.config import BlockConfig, Experts, TokenScaling
 from dspark_jax.nn.rope import DefaultRope, LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
 from dspark_jax.targets.config import DecoderConfig
 
@@ -40,6 +40,7 @@ class Family:
       kinds: legal types of layers.
       layer_types: fields -> the type of every layer.
       scaling: fields -> what happens to embeddings and logits.
+      dense: the family that has one MLP in the place of experts; None: the family itself.
     """
 
     block: Callable[[Fields, int, str], dict[str, Any]]
@@ -52,6 +53,7 @@ class Family:
         fields.get("layer_types") or [FULL] * fields.get("num_hidden_layers", 0)
     )
     scaling: Callable[[Fields], TokenScaling] = lambda fields: TokenScaling()
+    dense: str | None = None
 
 
 def _dimensions(fields: Fields) -> dict[str, Any]:
@@ -75,6 +77,17 @@ def _llama(fields: Fields, layer: int, kind: str) -> dict[str, Any]:
 
 def _qwen3(fields: Fields, layer: int, kind: str) -> dict[str, Any]:
     return dict(qk_norm=True)
+
+
+def _qwen3_moe(fields: Fields, layer: int, kind: str) -> dict[str, Any]:
+    is_dense = layer in fields["mlp_only_layers"] or (layer + 1) % fields["decoder_sparse_step"]
+    experts = Experts(
+        number=fields.get("num_local_experts", fields["num_experts"]),
+        per_token=fields["num_experts_per_tok"],
+        width=fields["moe_intermediate_size"],
+        normalise=fields["norm_topk_prob"],
+    )
+    return dict(qk_norm=True, experts=None if is_dense else experts)
 
 
 def _gemma4(fields: Fields, layer: int, kind: str) -> dict[str, Any]:
@@ -166,6 +179,26 @@ FAMILIES: dict[str, Family] = {
         required={"hidden_act": ("silu",), "mlp_bias": (False,), **NO_SLIDING},
         defaults={"head_dim": 128},  # whatever the width
     ),
+    "qwen3_moe": Family(
+        block=_qwen3_moe,
+        dense="qwen3",
+        read=frozenset(
+            "num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob"
+            " decoder_sparse_step mlp_only_layers".split()
+        ),
+        required={"hidden_act": ("silu",), "mlp_bias": (False,), **NO_SLIDING},
+        ignored=frozenset({"output_router_logits", "router_aux_loss_coef"}),
+        defaults={
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "max_position_embeddings": 32_768,
+        },
+    ),
     "gemma4_text": GEMMA4,
     "gemma4_unified_text": dataclasses.replace(
         GEMMA4,
@@ -202,9 +235,22 @@ def text_config(config: Fields) -> dict[str, Any]:
 
 
 def like_the_last_layer(config: Fields, num_layers: int) -> dict[str, Any]:
-    """The text config.json of a network whose layers all repeat the target's last one, as a drafter's do."""
+    """The text config.json of a network whose layers all repeat the target's last one, as a drafter's do.
+
+    They have one MLP where the target has experts.
+    """
+    family = FAMILIES[config["model_type"]]
     changed: dict[str, Any] = {"num_hidden_layers": num_layers}
-    if config.get("layer_types") or len(FAMILIES[config["model_type"]].kinds) > 1:
+    if family.dense:
+        heads = _dimensions({**family.defaults, **config})
+        changed |= {
+            "model_type": family.dense,
+            "head_dim": heads["head_dim"],
+            "num_key_value_heads": heads["num_kv_heads"],
+        }
+        about_experts = family.read | family.ignored
+        config = {name: value for name, value in config.items() if name not in about_experts}
+    if config.get("layer_types") or len(family.kinds) > 1:
         changed["layer_types"] = [FULL] * num_layers
     if config.get("per_layer_config"):
         own = config["per_layer_config"].get(str(config["num_hidden_layers"] - 1), {})

@@ -17,10 +17,8 @@ from dspark_jax.testing.tokenizer import tiny_tokenizer
 def save_tiny_target(target: TinyTarget, directory: Path) -> Path:
     """Writes config.json, weights and a byte-level tokenizer; returns the directory."""
     flat = traverse_util.flatten_dict(target.params)
-    tensors = {}
-    for name, slot in hf_tensor_map(target.config).items():
-        array_np = np.asarray(flat[slot.path])
-        tensors[name] = np.ascontiguousarray(array_np.T if slot.transpose else array_np)
+    slots = hf_tensor_map(target.config)
+    tensors = {name: slot.to_file(np.asarray(flat[slot.path])) for name, slot in slots.items()}
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(target.hf_config))

@@ -43,6 +43,15 @@ TARGETS: dict[str, dict[str, Any]] = {
     "llama-mha-untied": {"num_key_value_heads": 4, "tie_word_embeddings": False},
     "llama-mqa-biased": {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False},
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
     "gemma4": {
         "model_type": "gemma4_text",
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],

@@ -108,6 +108,8 @@ class MeshConfig:
     """Copies of the parameters, each with its part of the batch."""
     fsdp: int = 1
     """Parts of the batch and of the parameters' width."""
+    expert: int = 1
+    """Parts of the batch, and of the experts of a target that has them."""
     tensor: int = 1
     """Parts of heads, MLP width and vocabulary."""
 

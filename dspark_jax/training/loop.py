@@ -86,7 +86,7 @@ def train(
     # 1. Everything that can be refused is refused before a tensor is read.
     inputs = read_inputs(config)
     drafter, B = inputs.drafter, config.data.batch_size
-    mesh = make_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
+    mesh = make_mesh(**dataclasses.asdict(config.mesh))
     whole_batches = functools.partial(training_batches, inputs.records, config=config.data)
     batches = whole_batches(local_rows=local_rows(mesh, B))
     on_main(functools.partial(claim_run, config))

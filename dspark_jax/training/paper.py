@@ -21,7 +21,7 @@ SEQUENCES = 1_400_000  # about the size of the prompt set; with another number, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaperTarget:
-    """A target of the paper, or the small one that stands in for them on a CPU; with its drafters' size.
+    """A target of the paper, or one in its setting, with its drafters' size.
 
     Attributes:
       name: as `--target` of the commands takes it.
@@ -49,6 +49,10 @@ TARGETS = {
     "qwen3_8b": PaperTarget(name="Qwen/Qwen3-8B", taps=(1, 9, 17, 25, 33), mask_token=QWEN3_MASK_TOKEN),
     "qwen3_14b": PaperTarget(name="Qwen/Qwen3-14B", taps=(1, 10, 19, 28, 37), mask_token=QWEN3_MASK_TOKEN),
     "gemma4_12b": PaperTarget(name="google/gemma-4-12B-it", taps=(5, 17, 29, 41, 46), mask_token=4),
+    # Not of the paper: a target with experts, and the small one that stands in for all of them on a CPU.
+    "qwen3_30b_a3b": PaperTarget(
+        name="Qwen/Qwen3-30B-A3B", taps=(1, 12, 23, 34, 45), mask_token=QWEN3_MASK_TOKEN
+    ),
     SMALL: PaperTarget(
         name="smollm2-135m",
         taps=(1, 8, 15, 21, 27),

@@ -17,6 +17,7 @@ from dspark_jax.checkpoints.drafter import load_drafter, save_drafter
 from dspark_jax.checkpoints.sources import SafetensorsDirectory
 from dspark_jax.checkpoints.tap_sketches import SKETCH_SIZE
 from dspark_jax.core.errors import InputError
+from dspark_jax.core.sharding import make_mesh
 from dspark_jax.drafters.config import Layout
 from dspark_jax.nn.config import TokenScaling
 from dspark_jax.testing.tiny import DRAFTERS, TARGETS, TinyDrafter, TinyTarget, tiny_drafter, tiny_target
@@ -173,6 +174,31 @@ def test_head_norms_and_biases_have_names(tmp_path):
 
         assert f"layers.0.self_attn.{expected}" in load_file(tmp_path / name / "model.safetensors")
         assert load_drafter(tmp_path / name).drafter == tiny.drafter
+
+
+def test_on_a_mesh_every_parameter_lies_where_serving_wants_it(tmp_path):
+    target = target_of()
+    save(tmp_path, tiny_drafter(target, **DRAFTERS["markov"]), target=target)
+
+    alone, divided = load_drafter(tmp_path), load_drafter(tmp_path, mesh=make_mesh(tensor=2, fsdp=4))
+
+    jax.tree.map(np.testing.assert_array_equal, alone.params, divided.params)
+    kernel, w1 = (divided.params[a][b] for a, b in (("backbone", "fc"), ("head", "w1")))
+    assert w1.is_fully_replicated
+    assert kernel["kernel"].addressable_shards[0].data.size == kernel["kernel"].size // 4
+
+
+def test_layers_on_a_target_with_experts_are_dense(tmp_path):
+    target = tiny_target(**TARGETS["qwen3-moe"], pad_token_id=0)
+    drafter = tiny_drafter(target)
+    save(tmp_path, drafter, target=target)
+
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3DSparkModel"] and config["model_type"] == "qwen3"
+    assert not [name for name in config if "expert" in name or "moe" in name]
+    loaded = load_drafter(tmp_path)
+    assert loaded.drafter.config == drafter.drafter.config
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, drafter.params)
 
 
 def test_config_fields(tmp_path):

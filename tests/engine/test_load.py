@@ -16,7 +16,9 @@ from dspark_jax.engine.load import LoadedEngine
 from dspark_jax.engine.requests import SamplingOptions
 from dspark_jax.speculation.schedule import Lagged
 from dspark_jax.speculation.verify_length import FixedLength, FullBlock
+from dspark_jax.testing.directory import save_tiny_target
 from dspark_jax.testing.loaded import as_loaded_drafter, as_loaded_target
+from dspark_jax.testing.tiny import tiny_target
 
 GREEDY = SamplingOptions(temperature=0.0)
 TEMPERATURES, SHIFTS = (1.5, 0.5, 2.0), (0.0, -1.0, 0.5)
@@ -75,6 +77,13 @@ class TestCalibration:
     def test_nobody_listens(self, loaded, tiny, caplog):
         dataclasses.replace(loaded, engine=tiny.engine("markov", FullBlock())).calibrate(GREEDY)
         assert not caplog.records
+
+
+def test_devices_that_do_not_divide_the_heads_are_refused_before_anything_is_read(monkeypatch, tmp_path):
+    directory = save_tiny_target(tiny_target(vocab_size=300), tmp_path / "target")
+    monkeypatch.setattr(load, "load_target", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(InputError, match="tensor=8 for a target with 4 heads"):
+        load.load_engine(target=str(directory), drafter="none", config=EngineConfig(tensor=8))
 
 
 def test_ways_of_drawing_have_names():

@@ -33,6 +33,12 @@ def test_products_are_counted_as_often_as_they_run(function, products):
     assert matmul_cost(jax.make_jaxpr(function)(X, W)).flops == products * ONE
 
 
+def test_products_of_groups_count_every_row_once():
+    groups = jnp.asarray([1, 3])
+    traced = jax.make_jaxpr(lambda x, w: jax.lax.ragged_dot(x, jnp.stack([w, w]), groups))(X, W)
+    assert matmul_cost(traced).flops == ONE
+
+
 def test_kernels_and_divided_functions_count_on_all_devices():
     mesh = make_mesh(data=2, tensor=4)
 

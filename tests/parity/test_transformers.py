@@ -37,6 +37,14 @@ CASES = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3-tied-biased": ("Qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+CASES |= {
+    "experts": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True}),
+    "experts-not-normalised-in-every-other-layer": (
+        "Qwen3Moe",
+        {**EXPERTS, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
+}
 GEMMA4 = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dspark_jax.core.errors import InputError
-from dspark_jax.nn.config import BlockConfig, TokenScaling
+from dspark_jax.nn.config import BlockConfig, Experts, TokenScaling
 from dspark_jax.nn.rope import DefaultRope, LinearRope, Llama3Rope, ProportionalRope, YarnRope
 from dspark_jax.targets.config import DecoderConfig
 from dspark_jax.targets.families import decoder_config_from_hf, like_the_last_layer, text_config
@@ -105,9 +105,36 @@ def test_qwen3_with_its_sliding_window_switched_off():
         decoder_config_from_hf({**config, "use_sliding_window": True})
 
 
+QWEN3_MOE = {
+    **LLAMA,
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [3],
+    "output_router_logits": False,
+}
+
+
+def test_qwen3_moe():
+    config = decoder_config_from_hf({**QWEN3_MOE, "decoder_sparse_step": 2})
+
+    experts = Experts(number=16, per_token=4, width=24, normalise=True)
+    assert [layer.experts for layer in config.layers] == [None, experts, None, None, None]
+    assert config.block.qk_norm and config.block.head_dim == 8 and config.block.mlp_width == 96
+    assert decoder_config_from_hf({**QWEN3_MOE, "num_local_experts": 8}).layers[0].experts.number == 8
+    absent = {name: value for name, value in QWEN3_MOE.items() if name in LLAMA}
+    (first, *_) = decoder_config_from_hf({**absent, "num_key_value_heads": None}).layers
+    assert first.experts == Experts(number=128, per_token=8, width=768) and first.num_kv_heads == 4
+    with pytest.raises(InputError, match="17 of 16 experts per token"):
+        decoder_config_from_hf({**QWEN3_MOE, "num_experts_per_tok": 17})
+
+
 def test_an_unknown_family_is_refused():
     with pytest.raises(
-        InputError, match=r"'gpt2'.*one of \['gemma4_text', 'gemma4_unified_text', 'llama', 'qwen3'\]"
+        InputError,
+        match=r"'gpt2'.*one of \['gemma4_text', 'gemma4_unified_text', 'llama', 'qwen3', 'qwen3_moe'",
     ):
         decoder_config_from_hf({**LLAMA, "model_type": "gpt2"})
 
@@ -273,6 +300,7 @@ def test_like_the_last_layer():
     kinds = ["sliding_attention", "full_attention"]
     target = {**GEMMA4, "num_hidden_layers": 2, "layer_types": kinds, "per_layer_config": {"1": own}}
 
-    for fields in (LLAMA, GEMMA4, target):
+    for fields in (LLAMA, GEMMA4, QWEN3_MOE, target):
         repeated = decoder_config_from_hf(like_the_last_layer(fields, 3))
         assert repeated.layers == 3 * (decoder_config_from_hf(fields).block,)
+    assert like_the_last_layer(QWEN3_MOE, 3)["model_type"] == "qwen3"

@@ -16,7 +16,7 @@ from dspark_jax.data.pipeline import DataConfig
 from dspark_jax.data.sources import is_held_out
 from dspark_jax.drafters.config import Markov
 from dspark_jax.testing.directory import save_tiny_target
-from dspark_jax.testing.tiny import tiny_target
+from dspark_jax.testing.tiny import TARGETS, tiny_target
 from dspark_jax.training import loop
 from dspark_jax.training.config import LossConfig, MeshConfig, TrainConfig
 from dspark_jax.training.recipes import DSparkRecipe
@@ -55,6 +55,14 @@ def target_directory(tmp_path_factory) -> Path:
     fields = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, "tie_word_embeddings": False}
     target = tiny_target(seed=14, **fields, pad_token_id=0, eos_token_id=2)
     return save_tiny_target(target, tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def experts_directory(tmp_path_factory) -> Path:
+    """A tiny Qwen3-MoE, on disk."""
+    fields = {"vocab_size": VOCAB_SIZE, "pad_token_id": 0, "eos_token_id": 2}
+    target = tiny_target(seed=15, **TARGETS["qwen3-moe"], **fields)
+    return save_tiny_target(target, tmp_path_factory.mktemp("experts"))
 
 
 @pytest.fixture(scope="session")

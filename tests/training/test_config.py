@@ -39,9 +39,10 @@ PUBLISHED = {
     "qwen3_4b": ("Qwen/Qwen3-4B", (1, 9, 17, 25, 33), 151669),
     "qwen3_8b": ("Qwen/Qwen3-8B", (1, 9, 17, 25, 33), 151669),
     "qwen3_14b": ("Qwen/Qwen3-14B", (1, 10, 19, 28, 37), 151669),
+    "qwen3_30b_a3b": ("Qwen/Qwen3-30B-A3B", (1, 12, 23, 34, 45), 151669),
     "gemma4_12b": ("google/gemma-4-12B-it", (5, 17, 29, 41, 46), 4),
 }
-"""The paper's targets: name, tapped layers, mask token."""
+"""The paper's targets and one with experts: name, tapped layers, mask token."""
 
 
 def decoder(name: str) -> DecoderConfig:

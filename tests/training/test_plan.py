@@ -118,6 +118,40 @@ def test_the_command_prints_a_table_and_writes_it(tpu_devices, tmp_path, capsys,
     assert "bound by" in shown and "tokens/s" in shown and f"{written['flops'] / 1e12:.1f} TFLOP" in shown
 
 
+@pytest.mark.parametrize(
+    ("given", "fitting", "found", "fits"),
+    [(8, 2, 2, True), (1, 4, 4, True), (1, 128, 16, False), (1, 1, 1, True), (16, 0, 1, True)],
+)
+def test_the_search_goes_both_ways(given, fitting, found, fits):
+    numbers = {field.name: 0 for field in dataclasses.fields(StepPlan)}
+
+    def plan_of(config: TrainConfig) -> StepPlan:
+        return StepPlan(**numbers | {"fits": config.microbatches >= fitting})
+
+    data = dataclasses.replace(CONFIG.data, batch_size=16)
+    config = dataclasses.replace(CONFIG, data=data, microbatches=given)
+    config, plan = command.fewest_microbatches(config, plan_of(config), plan_of)
+    assert (config.microbatches, plan.fits) == (found, fits)
+
+
+def test_experts_are_divided_and_their_weights_do_not_travel(tpu_devices):
+    fields = {
+        "model_type": "qwen3_moe",
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+    }
+    target = decoder_config_from_hf(TARGET | fields)
+    together, divided = (
+        plan_step(CONFIG, target, make_mesh(**axes, devices=tpu_devices("v5e:2x2")))
+        for axes in ({"data": 4}, {"expert": 4})
+    )
+    experts_bytes = 2 * 2 * 16 * 3 * 256 * 512  # two layers, bfloat16
+    assert together.target_bytes - divided.target_bytes == experts_bytes * 3 // 4
+    assert divided.collectives["all-gather"].largest_bytes < experts_bytes // 2 // 3 // 4
+
+
 def test_unknown_devices_are_refused(tmp_path):
     with pytest.raises(InputError, match="v5e"):
         command.device_kind("h100:8")

@@ -195,6 +195,14 @@ def test_neither_do_those_of_other_drafters(target_directory, name):
         assert math.isclose(metrics["loss"], per_row * metrics["rows"] / (B * T), rel_tol=1e-5)
 
 
+def test_neither_do_those_on_a_target_with_experts(experts_directory):
+    expected = Trainer(experts_directory)(make_batch())
+    divided = Trainer(experts_directory, loss=IN_PARTS, microbatches=2, data=2, expert=2, tensor=2)
+    kernel = divided.frozen.target_params["layers_0"]["mlp"]["gate_kernel"]
+    assert kernel.addressable_shards[0].data.size == kernel.size // 4
+    assert_same(of_packed(divided), expected)
+
+
 def test_everything_is_sharded_and_a_second_step_compiles_nothing(target_directory, expected):
     trainer = Trainer(target_directory, **CUBE)
     batch = trainer.put(make_batch())
