@@ -46,9 +46,10 @@ class Case:
         return "-".join([self.target, self.topology.replace(":", "-"), *self.flags]).replace("--", "")
 
 
-def flags(*, fsdp: int, microbatches: int) -> tuple[str, ...]:
+def flags(*, fsdp: int = 1, expert: int = 1, microbatches: int) -> tuple[str, ...]:
     """The mesh and how the batch of 512 is divided."""
-    return tuple(f"--mesh.fsdp {fsdp} --microbatches {microbatches}".split())
+    experts = f"--mesh.expert {expert} " if expert > 1 else ""
+    return tuple(f"--mesh.fsdp {fsdp} {experts}--microbatches {microbatches}".split())
 
 
 CASES = (
@@ -56,6 +57,7 @@ CASES = (
     Case(target="qwen3_4b", topology="v5p:2x2x2", flags=flags(fsdp=8, microbatches=32)),
     Case(target="qwen3_14b", topology="v5p:4x4x4", flags=flags(fsdp=64, microbatches=4)),
     Case(target="gemma4_12b", topology="v6e:4x4", flags=flags(fsdp=16, microbatches=32)),
+    Case(target="qwen3_30b_a3b", topology="v5p:2x2x2", flags=flags(expert=8, microbatches=64)),
 )
 
 
@@ -110,14 +112,14 @@ def table(rows: dict[Case, dict[str, Any]]) -> str:
 
 
 def _row(case: Case, plan: dict[str, Any]) -> str:
-    mesh = plan["config"]["mesh"]
+    mesh = {name: size for name, size in plan["config"]["mesh"].items() if size > 1}
     sizes = [plan["target_bytes"], plan["parameter_bytes"] + plan["optimizer_bytes"], plan["temporary_bytes"]]
     times = plan["roofline_s"]
     bound = max(times, key=times.__getitem__)
     cells = [
         case.target,
         f"{case.topology}, {plan['devices']} devices",
-        f"fsdp {mesh['fsdp']}, tensor {mesh['tensor']}; {plan['microbatches']}",
+        f"{', '.join(f'{name} {size}' for name, size in mesh.items())}; {plan['microbatches']}",
         _gib(plan["total_bytes"]) if plan["fits"] else f"does not fit: {plan['refusal']}",
         ", ".join(map(_gib, sizes)),
         f"{plan['flops'] / 1e15:.1f}",

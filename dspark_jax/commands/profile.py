@@ -25,6 +25,8 @@ class Profile:
     """Requests decoded at the same time, as it will be served."""
     max_context: int = 1024
     """Longest prompt plus answer, as it will be served."""
+    tensor: int = 1
+    """Devices that share every layer of target and drafter (tensor parallelism), as it will be served."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype in which the models run."""
     output: Path | None = None
@@ -38,7 +40,11 @@ class Profile:
 def run(config: Profile) -> None:
     """Measures, prints, stores."""
     engine_config = EngineConfig(
-        slots=config.slots, max_context=config.max_context, policy=Lagged(), dtype=config.dtype
+        slots=config.slots,
+        max_context=config.max_context,
+        policy=Lagged(),
+        tensor=config.tensor,
+        dtype=config.dtype,
     )
     loaded = load_engine(target=config.target, drafter=config.drafter, config=engine_config, check=False)
     table = measure_costs(loaded.engine.programs, every_context=config.every_context)

@@ -13,9 +13,17 @@ import pytest
 from dspark_jax.core.errors import InputError
 from dspark_jax.core.program_costs import COLLECTIVES
 from dspark_jax.core.sharding import make_mesh, on_mesh, replicated
+from dspark_jax.drafters.config import Markov
+from dspark_jax.drafters.registry import make_drafter
 from dspark_jax.engine.config import EngineConfig
+from dspark_jax.engine.plan import plan_serving
+from dspark_jax.engine.profile import fingerprint, measure_costs
+from dspark_jax.engine.programs import Models
 from dspark_jax.speculation.sampling import Draw, SamplingParams, distribution, sample
+from dspark_jax.speculation.schedule import Lagged
 from dspark_jax.speculation.shard_sampling import best, sample_logits
+from dspark_jax.targets.families import decoder_config_from_hf
+from dspark_jax.testing.tiny import tiny_drafter, tiny_target
 
 from .conftest import TinyEngines
 
@@ -106,3 +114,55 @@ def test_what_cannot_be_divided_is_refused(tiny):
         tiny.engine("markov", tensor=8)
     with pytest.raises(InputError, match=f"with {len(jax.devices())} devices"):
         EngineConfig(tensor=64).mesh()
+
+
+def test_costs_are_measured_on_every_mesh(tiny):
+    programs = tiny.engine("markov", Lagged(), slots=1, tensor=2).programs
+    table = measure_costs(programs)
+    assert (table.verify_curve(1, 64)[1] > 0).all()
+    assert table.fingerprint != fingerprint(tiny.engine("markov", Lagged(), slots=1).programs)
+
+
+def test_an_engine_is_planned_for_devices_that_are_not_there(tpu_devices):
+    """Qwen3's shape in small, over the four devices of a slice: memory and collectives of every program."""
+    target = tiny_target(
+        model_type="qwen3",
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_key_value_heads=4,
+        head_dim=128,
+        tie_word_embeddings=False,
+    )
+    drafter = tiny_drafter(target, taps=(0, 1), head=Markov(rank=128)).drafter
+    models = Models(
+        target=target.config, drafter=make_drafter(drafter.config, jnp.bfloat16), dtype=jnp.bfloat16
+    )
+    devices = tpu_devices("v5e:2x2")
+    engine = EngineConfig(slots=8, max_context=256, dtype=jnp.bfloat16)
+    plan = plan_serving(models, engine, make_mesh(tensor=4, devices=devices), (8, 16), draw=Draw.GREEDY)
+
+    assert plan.fits
+    assert [p.name for p in plan.programs] == [
+        "prefill 256",
+        "draft R=8",
+        "verify R=8 M=8",
+        "verify R=8 M=16",
+    ]
+    weights = 2 * sum(x.size for x in jax.tree.leaves(target.params))
+    assert plan.weight_bytes < weights  # with the drafter's, a quarter of almost everything
+    logits_bytes = 4 * 8 * 4096
+    for program in plan.programs:
+        assert program.total_bytes >= plan.weight_bytes + plan.page_bytes
+        assert "all-reduce" in program.collectives
+        gathered = program.collectives.get("all-gather")
+        assert gathered is None or gathered.largest_bytes < logits_bytes // 4
+
+
+def test_what_no_device_holds_is_said(tpu_devices):
+    fields = tiny_target().hf_config | {"hidden_size": 4096, "intermediate_size": 1 << 21}
+    models = Models(target=decoder_config_from_hf(fields), drafter=None, dtype=jnp.bfloat16)
+    mesh = make_mesh(tensor=4, devices=tpu_devices("v5e:2x2"))
+    plan = plan_serving(models, EngineConfig(slots=1, max_context=64), mesh, (1,), draw=Draw.GREEDY)
+    assert not plan.fits and "hbm" in plan.programs[0].refusal.lower()
